@@ -7,33 +7,23 @@ more, on 1, 2, 3 and 4 ranks that are killed once half of the steps are saved, f
 on. A run has the same bits as the first one if its logged losses, gradient norms and evaluations, its weights and the
 optimizer's state in its last checkpoint are equal, tensor by tensor. Writes docs/results/bitwise_cells-DEVICE.json and
 .md.
-
-NOTE [ ranks ]
-`accelerate launch` starts a world of each number of ranks once (``warm_rank.py``). A run is a fork of all ranks of its
-world, with a process group and an exit code of its own.
 """
 
 import json
-import os
-import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import harness
+import psutil
 import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
-from warm_rank import Training
 
 SMALL = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 TEXT = ("--block_size", "32", "--vocab_size", "512", "--max_eval_samples", "40")
@@ -76,71 +66,36 @@ class Cell:
         return tuple(map(str, (*WORKS[self.work][1], *OPTIMIZERS[self.optimizer], *batch, *length, *others)))
 
 
-@dataclass(frozen=True)
-class Running:
-    """A run on all ranks of a world."""
-
-    ranks: Sequence[Connection]
-    pids: Sequence[int]
-    log: Path
-
-    def kill(self) -> None:
-        """Without a word of warning, all ranks at once."""
-        for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
-        self.codes()
-
-    def end(self) -> None:
-        """Wait for it.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-        if any(codes := self.codes()):
-            raise RuntimeError(f"exit codes {codes}\n{self.log.read_text(errors='replace')}")
-
-    def codes(self) -> list[int]:
-        """The exit codes of its ranks."""
-        if not all(rank.poll(RUN_TIMEOUT_S) for rank in self.ranks):
-            raise RuntimeError(f"no end in {RUN_TIMEOUT_S} s\n{self.log.read_text(errors='replace')}")
-        return [rank.recv() for rank in self.ranks]
+def begin(cell: Cell, num_ranks: int, folder: Path, num_steps: int, *further: str) -> subprocess.Popen[bytes]:
+    """Launch a run of a cell; what it says is in a file beside its folder."""
+    command = harness.launch_command(
+        *(WORKS[cell.work][0], *cell.words(folder, num_steps), *further),
+        config="cpu" if num_ranks == 1 else "cpu_ddp",
+        launch=["--mixed_precision", PRECISIONS[cell.precision], "--num_processes", num_ranks],
+    )
+    with _log(folder).open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
-@dataclass(frozen=True)
-class Worlds:
-    """The launched ranks, by precision and by how many there are."""
+def end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for a run.
 
-    launched: Mapping[tuple[str, int], Sequence[Connection]]
-
-    def begin(self, cell: Cell, num_ranks: int, folder: Path, num_steps: int, *further: str) -> Running:
-        """A run of a cell."""
-        ranks = self.launched[cell.precision, num_ranks]
-        log = folder.with_name(f"{folder.name}.log")
-        words = (*cell.words(folder, num_steps), *further)
-        training = Training(WORKS[cell.work][0], words, _free_port(), str(log))
-        for rank in ranks:
-            rank.send(training)
-        return Running(ranks, [rank.recv() for rank in ranks], log)
+    Raises:
+        RuntimeError: it failed.
+    """
+    if code := process.wait(RUN_TIMEOUT_S):
+        raise RuntimeError(f"exit code {code}\n{_log(folder).read_text(errors='replace')}")
 
 
-@contextmanager
-def launched(precision: str, num_ranks: int) -> Iterator[list[Connection]]:
-    """Inside, the ranks of ``accelerate launch``, ready to train."""
-    config = harness.ROOT / "accelerate_configs" / ("cpu.yaml" if num_ranks == 1 else "cpu_ddp.yaml")
-    options = ["--config_file", config, "--mixed_precision", PRECISIONS[precision], "--num_processes", num_ranks]
-    with TemporaryDirectory() as folder:
-        address = os.path.join(folder, "ranks")
-        with Listener(address, "AF_UNIX") as listener:
-            program = [Path(sys.executable).with_name("accelerate"), "launch", *options]
-            command = [*program, Path(__file__).with_name("warm_rank.py"), address]
-            launcher = subprocess.Popen([str(word) for word in command])
-            ranks = [listener.accept() for _ in range(num_ranks)]
-        try:
-            yield ranks
-        finally:
-            for rank in ranks:
-                rank.close()
-            launcher.wait()
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Without a word of warning, the launcher and all its ranks."""
+    for one in [process, *psutil.Process(process.pid).children(recursive=True)]:
+        one.kill()
+    process.wait()
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
 
 
 def differences(folder: Path, expected: Path) -> list[str]:
@@ -164,34 +119,27 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
     return [row for row in kept if row]
 
 
-def row_of(cell: Cell, worlds: Worlds, num_steps: int, ranks: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def row_of(cell: Cell, num_steps: int, ranks: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Train a cell on all numbers of ranks; by these, what has other bits than on one."""
     with TemporaryDirectory() as name:
-        folder, found = Path(name), {}
-        worlds.begin(cell, 1, folder / "straight", num_steps).end()
+        straight, found = Path(name) / "straight", {}
+        end(begin(cell, 1, straight, num_steps), straight)
         for first, then in ranks:
-            resumed = folder / f"{first}, then {then}"
-            running = worlds.begin(cell, first, resumed, num_steps)
-            _wait_for_checkpoint(resumed)
-            running.kill()
-            worlds.begin(cell, then, resumed, num_steps, "--resume").end()
-            found[resumed.name] = differences(resumed, folder / "straight")
+            resumed = Path(name) / f"{first}, then {then}"
+            process = begin(cell, first, resumed, num_steps)
+            _wait_for_checkpoint(resumed, process)
+            kill(process)
+            end(begin(cell, then, resumed, num_steps, "--resume"), resumed)
+            found[resumed.name] = differences(resumed, straight)
     return {**vars(cell), "differences": found}
 
 
-def _wait_for_checkpoint(folder: Path) -> None:
+def _wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + RUN_TIMEOUT_S
     while not any((folder / "checkpoints").glob("step-*")):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no checkpoint in {RUN_TIMEOUT_S} s")
+        if time.monotonic() > deadline or process.poll() is not None:
+            raise RuntimeError(f"no checkpoint\n{_log(folder).read_text(errors='replace')}")
         time.sleep(CHECKPOINT_POLL_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
@@ -234,17 +182,10 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     known = json.loads(file.read_text()) if file.exists() else {}
     rows = known["rows"] if about.items() <= known.items() else []
     done = [{key: row[key] for key in vars(cells[0])} for row in rows]
-    numbers = sorted({1, *(number for pair in ranks for number in pair)})
-    with ExitStack() as stack:
-        open_worlds = {
-            (precision, number): stack.enter_context(launched(precision, number))
-            for precision in sorted({cell.precision for cell in cells})
-            for number in numbers
-        }
-        for cell in tqdm([cell for cell in cells if vars(cell) not in done], unit="cell"):
-            rows.append(row_of(cell, Worlds(open_worlds), num_steps, ranks))
-            results = {**about, "rows": rows}
-            harness.write_results(flags.output_dir, name, results, as_markdown(results))
+    for cell in tqdm([cell for cell in cells if vars(cell) not in done], unit="cell"):
+        rows.append(row_of(cell, num_steps, ranks))
+        results = {**about, "rows": rows}
+        harness.write_results(flags.output_dir, name, results, as_markdown(results))
     return {**about, "rows": rows}
 
 

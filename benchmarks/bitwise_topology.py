@@ -10,52 +10,29 @@ rank. The ratio is meant to be at most 1.03 where a step takes 20 ms or more.
 Writes docs/results/bitwise_topology.json.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import harness
-import torch.nn.functional as F
 from accelerate import Accelerator
-from loop_overhead import MAX_GRAD_NORM, SEED, WORKS, Work
+from loop_overhead import WORKS, Training, Work
 
 from memsave_recipes.exact.batch_layouts import IndexedLayout
-from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.training.launch import describe_environment, start_accelerator
 
 LAYOUTS = {"usual": BatchLayout, "the same again": BatchLayout, "bitwise topology": IndexedLayout}
 YARDSTICK = "usual"
+NUM_MICRO_BATCHES = (4, 6)
+"""Of a step, over all ranks; each is measured."""
 
 
-def steps(work: Work, accelerator: Accelerator, layout: type[BatchLayout]) -> Callable[[], None]:
+def steps(work: Work, accelerator: Accelerator, layout: type[BatchLayout]) -> Callable[[], Any]:
     """A function that makes the next step of a training."""
-    model = work.make_model()
-    optimizer, scheduler = work.make_optimizer(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    dataset = work.make_dataset()
-    batches = GlobalBatches(
-        accelerator,
-        dataset,
-        order=SampleOrder(num_samples=len(dataset), global_batch_size=work.global_batch_size, seed=SEED),
-        layout=layout.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
-        num_steps=work.total_steps,
-        seed=SEED,
-    )
-
-    def train() -> Iterator[None]:
-        for batch in batches:
-            for micro_batch in batch.forwards(model):
-                logits = model(micro_batch["pixel_values"]).logits
-                batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
-            accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            yield
-
-    training = train()
-    return lambda: next(training)
+    training = Training(work, accelerator, layout)
+    batches = iter(training.batches)
+    return lambda: training.step(next(batches))
 
 
 def measure(work: Work, accelerator: Accelerator) -> list[dict[str, Any]]:
@@ -74,18 +51,12 @@ def measure(work: Work, accelerator: Accelerator) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print on rank 0 and write."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument(
-        "--num_micro_batches", type=int, nargs="+", default=[4, 6], help="of a step, over all ranks; each is measured"
-    )
-    flags = harness.read_flags(parser, None)
+    flags = harness.read_flags(harness.make_parser(__doc__), None)
     work = WORKS["loop_overhead"]
     work = replace(work, num_steps=8, num_warmup_steps=2) if flags.quick else work
     accelerator = start_accelerator()
     rows = [
-        row
-        for number in flags.num_micro_batches
-        for row in measure(replace(work, accumulation_steps=number), accelerator)
+        row for number in NUM_MICRO_BATCHES for row in measure(replace(work, accumulation_steps=number), accelerator)
     ]
     if accelerator.is_main_process:
         cells = [

@@ -38,22 +38,18 @@ QUICK = {
     "vgg_small_bn": partial(build_vgg, "vgg_small_bn"),
     "densenet_small": partial(build_densenet, "densenet_small"),
 }
+SIZES = {"image_size": 96, "global_batch_size": 16, "micro_batch_size": 4, "rounds": 9}
+QUICK_SIZES = {"image_size": 32, "rounds": 3}
 HEADINGS = ("model", "way", "time", "middle half", "peak", "curve")
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measure every way of every model."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--image_size", type=int, default=96)
-    parser.add_argument("--global_batch_size", type=int, default=16)
-    parser.add_argument("--micro_batch_size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
-    flags = harness.read_flags(parser, args)
-    if flags.quick:
-        flags.image_size, flags.rounds = 32, 3
+    flags = harness.read_flags(harness.make_parser(__doc__), args)
+    sizes = SIZES | QUICK_SIZES if flags.quick else SIZES
     device = harness.this_device()
     rows = [
-        row for name, make in (QUICK if flags.quick else MODELS).items() for row in rows_of(name, make, flags, device)
+        row for name, make in (QUICK if flags.quick else MODELS).items() for row in rows_of(name, make, sizes, device)
     ]
     cells = [
         (
@@ -67,24 +63,21 @@ def main(args: Sequence[str] | None = None) -> None:
         for row in rows
     ]
     harness.show(HEADINGS, cells)
-    results = {"machine": harness.describe_machine(device, "transformers"), "flags": sizes_of(flags), "rows": rows}
+    results = {"machine": harness.describe_machine(device, "transformers"), "flags": sizes, "rows": rows}
     harness.write_results(flags.output_dir, "global_batchnorm", results)
 
 
-def sizes_of(flags: Any) -> dict[str, int]:
-    """Of the batch and its images."""
-    return {name: getattr(flags, name) for name in ("image_size", "global_batch_size", "micro_batch_size", "rounds")}
-
-
-def rows_of(name: str, make: Callable[[], nn.Module], flags: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+def rows_of(
+    name: str, make: Callable[[], nn.Module], sizes: dict[str, int], device: torch.device
+) -> Iterator[dict[str, Any]]:
     """A row for each way to compute a step of the model."""
     torch.manual_seed(0)
     model = make().to(device).train()
-    images = torch.randn(flags.global_batch_size, 3, flags.image_size, flags.image_size, device=device)
-    ways = dict(ways_of(model, images, flags.micro_batch_size))
+    images = torch.randn(sizes["global_batch_size"], 3, sizes["image_size"], sizes["image_size"], device=device)
+    ways = dict(ways_of(model, images, sizes["micro_batch_size"]))
     for step in ways.values():
         step()
-    seconds = harness.time_in_turns(ways, flags.rounds, before=harness.empty_device)
+    seconds = harness.time_in_turns(ways, sizes["rounds"], before=harness.empty_device)
     for way, step in ways.items():
         middle, quartiles = harness.median_and_quartiles(harness.ratios(seconds[way], seconds["one forward"]))
         yield {

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -57,6 +58,19 @@ def read_flags(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> a
 def this_device() -> torch.device:
     """The accelerator, or the CPU where there is none."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def launch_command(recipe: str, *words: object, config: str | None = None, launch: Iterable[object] = ()) -> list[str]:
+    """A recipe under ``accelerate launch``.
+
+    Args:
+        config: a file of ``accelerate_configs/``; by default that of one rank on this device.
+        launch: further flags of the launch.
+    """
+    config = config or ("cpu" if this_device().type == "cpu" else "single_gpu")
+    where = ["--config_file", ROOT / f"accelerate_configs/{config}.yaml", *launch]
+    command = [Path(sys.executable).with_name("accelerate"), "launch", *where, ROOT / f"recipes/{recipe}.py", *words]
+    return [str(word) for word in command]
 
 
 def wait_for_device() -> None:

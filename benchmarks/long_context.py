@@ -6,8 +6,8 @@
 
 A step is a forward, a backward and AdamW's update on one row that is one document, in float32: all that it allocates,
 with parameters and optimizer state. Bytes are those of the same step on fake tensors; those of one more token are the
-average between 32k and 128k tokens. At the lengths of ``--real`` the step really runs, its bytes stand beside these,
-and its time is compared with that of Hugging Face's checkpointing, round by round. At those of ``--long`` it runs once,
+average between 32k and 128k tokens. At 2,048 and 4,096 tokens the step really runs, its bytes stand beside these,
+and its time is compared with that of Hugging Face's checkpointing, round by round. At 32,768 tokens it runs once,
 for its bytes, in the ways that fit in 16 GiB and need no host.
 
 * *plain*: the model's own loss, without checkpointing.
@@ -296,21 +296,17 @@ def to_markdown(results: dict[str, Any]) -> str:
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the flags say; returns the content of the JSON file."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--real", type=int, nargs="*", default=[2048, 4096], help="lengths that really run")
-    parser.add_argument("--long", type=int, nargs="*", default=[32_768], help="lengths that run once, for their bytes")
-    parser.add_argument("--rounds", type=int, default=5)
-    flags = harness.read_flags(parser, args)
-    shape, budgets_gib, lengths = SHAPE, BUDGETS_GIB, MARGINAL
+    flags = harness.read_flags(harness.make_parser(__doc__), args)
+    shape, budgets_gib, marginal, real, long, rounds = SHAPE, BUDGETS_GIB, MARGINAL, [2048, 4096], [32_768], 5
     if flags.quick:
-        shape, budgets_gib, lengths = QUICK_SHAPE, QUICK_BUDGETS_GIB, QUICK_MARGINAL
-        flags.real, flags.long, flags.rounds = [512], [1024], 2
+        shape, budgets_gib, marginal = QUICK_SHAPE, QUICK_BUDGETS_GIB, QUICK_MARGINAL
+        real, long, rounds = [512], [1024], 2
     results = {
         "benchmark": "long_context",
         "machine": harness.describe_machine(torch.device("cpu"), "transformers", "deepspeed"),
         "parameters": sum(p.numel() for p in Training.of("plain", shape, fake=True).model.parameters()),
-        "rows": list(rows_of(shape, budgets_gib, lengths)),
-        "real": [*real_rows(shape, flags.real, flags.rounds), *long_rows(shape, flags.long)],
+        "rows": list(rows_of(shape, budgets_gib, marginal)),
+        "real": [*real_rows(shape, real, rounds), *long_rows(shape, long)],
     }
     page = to_markdown(results)
     harness.write_results(flags.output_dir, "long_context", results, page)

@@ -27,6 +27,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from forked import EndStep, Runner
 from models import RandomImages, small_vit
 from torch import Tensor, nn
@@ -123,44 +124,51 @@ def torch_loop(work: Work, end_step: EndStep) -> None:
         end_step()
 
 
-def our_loop(work: Work, end_step: EndStep) -> None:
-    """The loop of recipes/image_classification.py, with all that it measures and writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        accelerator = start_accelerator(log_with=resolve_trackers(["none"], Path(folder)))
-        model = work.make_model()
-        optimizer, scheduler = work.make_optimizer(model)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        labels = RunLabels(project="", group="", name="", tags=[], config={}, output_dir=Path(folder))
-        start_trackers(accelerator, labels)
-        dataset = work.make_dataset()
-        batches = GlobalBatches(
+class Training:
+    """A model that learns with our batches, and what the loop of the recipes does in a step."""
+
+    def __init__(self, work: Work, accelerator: Accelerator, layout: type[BatchLayout] = BatchLayout) -> None:
+        bare, dataset = work.make_model(), work.make_dataset()
+        optimizer, self.scheduler = work.make_optimizer(bare)
+        self.accelerator = accelerator
+        self.model, self.optimizer = accelerator.prepare(bare, optimizer)
+        self.batches = GlobalBatches(
             accelerator,
             dataset,
             order=SampleOrder(num_samples=len(dataset), global_batch_size=work.global_batch_size, seed=SEED),
-            layout=BatchLayout.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
+            layout=layout.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
             num_steps=work.total_steps,
             seed=SEED,
         )
 
-        def loss_of(micro_batch: Batch) -> Tensor:
-            logits = model(micro_batch["pixel_values"]).logits
-            return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
+    def loss_of(self, micro_batch: Batch) -> Tensor:
+        """Summed over its images."""
+        return F.cross_entropy(self.model(micro_batch["pixel_values"]).logits, micro_batch["labels"], reduction="sum")
 
-        def train_step(batch: GlobalBatch) -> Tensor:
-            for micro_batch in batch.forwards(model):
-                batch.backward(loss_of(micro_batch))
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            return grad_norm
+    def step(self, batch: GlobalBatch) -> Tensor:
+        """Train it; returns the gradient's norm."""
+        for micro_batch in batch.forwards(self.model):
+            batch.backward(self.loss_of(micro_batch))
+        grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return grad_norm
 
-        report = RunReport(accelerator, batches, model, optimizer)
-        for batch in report.clock.loading(batches):
-            learning_rate = scheduler.get_last_lr()[0]
-            report.count_flops(batch, loss_of)
+
+def our_loop(work: Work, end_step: EndStep) -> None:
+    """The loop of recipes/image_classification.py, with all that it measures and writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator = start_accelerator(log_with=resolve_trackers(["none"], Path(folder)))
+        training = Training(work, accelerator)
+        labels = RunLabels(project="", group="", name="", tags=[], config={}, output_dir=Path(folder))
+        start_trackers(accelerator, labels)
+        report = RunReport(accelerator, training.batches, training.model, training.optimizer)
+        for batch in report.clock.loading(training.batches):
+            learning_rate = training.scheduler.get_last_lr()[0]
+            report.count_flops(batch, training.loss_of)
             with report.measured(batch.step):
-                grad_norm = train_step(batch)
+                grad_norm = training.step(batch)
             report.count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 report.log_window(batch.step + 1, learning_rate=learning_rate)

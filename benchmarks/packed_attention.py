@@ -30,23 +30,16 @@ SHAPE = {
     **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2},
     **{"num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 4096},
 }
-BASELINE = "one document"
+BASELINE, DOCUMENTS = "one document", 4
 HEADINGS = ("tokens", "plan", "attention", "time", "middle half", "peak", "of one document")
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measure every way at every length."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--documents", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
-    flags = harness.read_flags(parser, args)
-    if flags.quick:
-        flags.lengths, flags.rounds = [256, 512], 3
+    flags = harness.read_flags(harness.make_parser(__doc__), args)
+    lengths, rounds = ((256, 512), 3) if flags.quick else ((1024, 2048, 4096), 9)
     device = harness.this_device()
-    rows = [
-        row for length in flags.lengths for plan in ("none", "full") for row in rows_of(length, plan, flags, device)
-    ]
+    rows = [row for length in lengths for plan in ("none", "full") for row in rows_of(length, plan, rounds, device)]
     cells = [
         (
             f"{row['tokens']:,}",
@@ -60,15 +53,15 @@ def main(args: Sequence[str] | None = None) -> None:
         for row in rows
     ]
     harness.show(HEADINGS, cells)
-    results = {"machine": harness.describe_machine(device, "transformers"), "documents": flags.documents, "rows": rows}
+    results = {"machine": harness.describe_machine(device, "transformers"), "documents": DOCUMENTS, "rows": rows}
     harness.write_results(flags.output_dir, "packed_attention", results)
 
 
-def rows_of(length: int, plan: str, flags: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+def rows_of(length: int, plan: str, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each way to attend."""
-    ways = ways_of(length, plan, flags.documents, device)
+    ways = ways_of(length, plan, DOCUMENTS, device)
     peaks = {way: harness.peak_bytes(step, device) for way, step in ways.items()}
-    seconds = harness.time_in_turns(ways, flags.rounds, before=harness.empty_device)
+    seconds = harness.time_in_turns(ways, rounds, before=harness.empty_device)
     for way in ways:
         middle, quartiles = harness.median_and_quartiles(harness.ratios(seconds[way], seconds[BASELINE]))
         yield {

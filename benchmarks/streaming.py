@@ -102,15 +102,10 @@ def measure(shape: dict[str, Any], length: int, rounds: int, device: torch.devic
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the flags say; returns the content of the JSON file."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    flags = harness.read_flags(parser, args)
-    shape = QUICK_SHAPE if flags.quick else SHAPE
-    if flags.quick:
-        flags.length, flags.rounds = 64, 3
+    flags = harness.read_flags(harness.make_parser(__doc__), args)
+    shape, length, rounds = (QUICK_SHAPE, 64, 3) if flags.quick else (SHAPE, 256, 15)
     device = harness.this_device()
-    rows = measure(shape, flags.length, flags.rounds, device)
+    rows = measure(shape, length, rounds, device)
     cells = [
         (
             row["way"],
@@ -124,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     harness.show(HEADINGS, cells)
     results = {
         "machine": harness.describe_machine(device, "transformers", "peft"),
-        "length": flags.length,
+        "length": length,
         "rows": rows,
     }
     harness.write_results(

@@ -10,7 +10,6 @@ allocator's. Writes docs/results/techniques-DEVICE.json and .md.
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import harness
-from harness import ROOT
 from tqdm import tqdm
 
 PLAIN = [
@@ -55,12 +53,9 @@ METHODS = [
 
 def main() -> None:
     """Measure, print the table, write it."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--max_steps", type=int, default=8)
-    flags = harness.read_flags(parser, None)
-    methods = METHODS[:3] if flags.quick else METHODS
-    runs = measure(methods, 1 if flags.quick else flags.rounds, 4 if flags.quick else flags.max_steps)
+    flags = harness.read_flags(harness.make_parser(__doc__), None)
+    methods, rounds, max_steps = (METHODS[:3], 1, 4) if flags.quick else (METHODS, 2, 8)
+    runs = measure(methods, rounds, max_steps)
     rows = [row_of(method, runs) for method in methods]
     environment = next(iter(runs.values()))[0]["environment"]
     results = {"environment": environment, "rows": rows}
@@ -82,16 +77,9 @@ def measure(methods: list[Method], rounds: int, max_steps: int) -> dict[str, lis
 
 def run(method: Method, max_steps: int, folder: Path) -> dict[str, Any]:
     """One launch of the recipe; what it left in ``results.json`` and, of ``config.json``, the environment."""
-    config = "cpu" if harness.this_device().type == "cpu" else "single_gpu"
-    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), *method.launch.split()]
-    what = [*PLAIN, "--max_steps", str(max_steps), "--output_dir", str(folder), "--overwrite", *method.flags.split()]
-    done = subprocess.run(
-        [*launcher, *where, str(ROOT / "recipes/language_modeling.py"), *what],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    what = [*PLAIN, "--max_steps", max_steps, "--output_dir", folder, "--overwrite", *method.flags.split()]
+    command = harness.launch_command("language_modeling", *what, launch=method.launch.split())
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{method.name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     results = json.loads((folder / "results.json").read_text())

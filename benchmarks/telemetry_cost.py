@@ -20,25 +20,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-import torch.nn.functional as F
-from models import RandomImages, small_vit
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from loop_overhead import LEARNING_RATE, LOGGING_STEPS, Training, Work
 
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, finish_trackers, resolve_trackers, start_trackers
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
-from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import describe_environment, start_accelerator
 
-BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS, SEED = 32, 10, 2, 40, 2, 0
-LEARNING_RATE = 3e-4
+WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS = 2, 40, 2
 BARE, AGAIN = "no telemetry", "the same again"
 LOOPS: dict[str, list[str] | None] = {  # what --report_to says; None measures nothing
     BARE: None,
@@ -72,7 +65,7 @@ class Loop:
 
     report_to: list[str] | None
     folder: Path
-    num_steps: int
+    work: Work
     calls: Calls = field(default_factory=Calls)
     step_seconds: list[float] = field(default_factory=list)
 
@@ -86,61 +79,37 @@ class Loop:
         self.step_seconds.append(time.perf_counter() - began)
 
     def _run(self) -> Iterator[None]:
-        torch.manual_seed(SEED)
         accelerator = start_accelerator()
-        model = small_vit()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-        batches = GlobalBatches(
-            accelerator,
-            RandomImages(self.num_steps * BATCH_SIZE),
-            order=SampleOrder(num_samples=self.num_steps * BATCH_SIZE, global_batch_size=BATCH_SIZE, seed=SEED),
-            layout=BatchLayout.of(BATCH_SIZE, None, 1),
-            num_steps=self.num_steps,
-            seed=SEED,
-        )
+        training = Training(self.work, accelerator)
         if self.report_to is None:
-            yield from self._run_bare(batches, model, optimizer)
+            yield from self._run_bare(training)
         else:
             accelerator.log_with = resolve_trackers(self.report_to, self.folder)
-            yield from self._run_with_telemetry(RunReport(accelerator, batches, model, optimizer))
+            yield from self._run_with_telemetry(training)
 
-    def _run_bare(self, batches: GlobalBatches, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        for batch in batches:
-            train_step(model, optimizer, batch)
+    def _run_bare(self, training: Training) -> Iterator[None]:
+        for batch in training.batches:
+            training.step(batch)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 torch.as_tensor(batch.loss).item()  # every loop reads where it is
             yield
 
-    def _run_with_telemetry(self, report: RunReport) -> Iterator[None]:
-        accelerator, memory = report.accelerator, report.memory
+    def _run_with_telemetry(self, training: Training) -> Iterator[None]:
+        accelerator = training.accelerator
+        report = RunReport(accelerator, training.batches, training.model, training.optimizer)
         labels = RunLabels(project="telemetry", group="", name="", tags=[], config={}, output_dir=self.folder)
         start_trackers(accelerator, labels)
         count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
-        for batch in report.clock.loading(report.batches):
-            report.count_flops(batch, partial(summed_loss, memory.model))
+        for batch in report.clock.loading(training.batches):
+            report.count_flops(batch, training.loss_of)
             with report.measured(batch.step):
-                grad_norm = train_step(memory.model, memory.optimizer, batch)
+                grad_norm = training.step(batch)
             count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 log_window(batch.step + 1, learning_rate=LEARNING_RATE)
-            if batch.step + 1 == self.num_steps:
+            if batch.step + 1 == self.work.total_steps:
                 finish_trackers(accelerator, {})
             yield
-
-
-def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
-    """The cross-entropy of a micro-batch, summed over its images."""
-    return F.cross_entropy(model(micro_batch["pixel_values"]).logits, micro_batch["labels"], reduction="sum")
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, batch: GlobalBatch) -> Tensor:
-    """The step of all loops; returns the gradient's norm."""
-    for micro_batch in batch.forwards(model):
-        batch.backward(summed_loss(model, micro_batch))
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return grad_norm
 
 
 def main() -> None:
@@ -148,11 +117,12 @@ def main() -> None:
     flags = harness.read_flags(harness.make_parser(__doc__), None)
     windows = QUICK_WINDOWS if flags.quick else WINDOWS
     num_steps = LOGGING_STEPS * (WARMUP_WINDOWS + windows)
+    work = Work(micro_batch_size=32, accumulation_steps=1, num_warmup_steps=0, num_steps=num_steps)
     environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRACKIO_DIR"] = folder
         loops = {
-            name: Loop(report_to, Path(folder) / str(index), num_steps)
+            name: Loop(report_to, Path(folder) / str(index), work)
             for index, (name, report_to) in enumerate(LOOPS.items())
         }
         take_turns(loops, num_steps)

@@ -5,7 +5,6 @@ Each plan is one launch of the recipe into out/results/WORK/PLAN; a plan that ha
 
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,12 +79,8 @@ WORKS = {
 
 def command_of(work: Work, plan: str, folder: Path) -> list[str]:
     """The launch of one run."""
-    config = "cpu" if harness.this_device().type == "cpu" else "single_gpu"
-    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
     flags = [*shlex.split(work.flags), *shlex.split(work.plans[plan])]
-    own = ["--report_to", "none", "--overwrite", "--output_dir", str(folder)]
-    return [*launcher, *where, str(ROOT / f"recipes/{work.recipe}.py"), *flags, *own]
+    return harness.launch_command(work.recipe, *flags, "--report_to", "none", "--overwrite", "--output_dir", folder)
 
 
 def measure(work: str) -> Path:
