@@ -1,5 +1,6 @@
 """``memsave predict``: a table or a JSON object a line, and every mistake in one line with exit code 2."""
 
+import io
 import json
 import os
 import shutil
