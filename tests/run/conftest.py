@@ -1,7 +1,6 @@
 """Runs in processes of their own, on a terminal that a prompt would wait at, and the stand-in for the W&B server."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import pty
@@ -14,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import three_steps
+import wandb_stand_in
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 KEY = "k" * 40
 
 
@@ -34,36 +33,22 @@ class Ended:
     seconds_to_end: float  # after the last step
 
 
-def _load(path: Path) -> ModuleType:
-    """A module that is no package's."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def three_steps() -> ModuleType:
-    """The run that ``launch`` starts."""
-    return _load(HERE / "three_steps.py")
-
-
 @pytest.fixture
 def wandb_server() -> Iterator[Any]:
     """A healthy server; ``wandb_server.fail`` breaks it."""
-    with _load(ROOT / "tests" / "wandb_stand_in.py").serving() as server:
+    with wandb_stand_in.serving() as server:
         yield server
 
 
 @pytest.fixture
-def launch(tmp_path: Path, three_steps: ModuleType) -> Callable[..., Ended]:
+def launch(tmp_path: Path) -> Callable[..., Ended]:
     """``launch(report_to, **environment)`` runs ``three_steps.py`` into ``tmp_path / "out"``."""
 
     def run(
         report_to: str, *, limits: dict[str, float] | None = None, name: str | None = None, **environment: str
     ) -> Ended:
         name = name or three_steps.LABELS["name"]
-        command = [HERE / "three_steps.py", report_to, tmp_path / "out", name, json.dumps(limits or {})]
+        command = [three_steps.__file__, report_to, tmp_path / "out", name, json.dumps(limits or {})]
         code, output = _run_on_terminal([sys.executable, *map(str, command)], environment, tmp_path)
         began = re.search(r"training starts after (\S+) s", output)
         last_step = re.search(r"last step at (\S+)", output)
@@ -80,7 +65,7 @@ def sync(wandb_server: Any, tmp_path: Path) -> Callable[[str], Any]:
 
     def run(output: str) -> Any:
         (told,) = re.findall(r"upload it with: wandb (sync .*)", output)
-        with _load(ROOT / "tests" / "wandb_stand_in.py").serving() as server:
+        with wandb_stand_in.serving() as server:
             program = str(Path(sys.executable).with_name("wandb"))
             environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
             code, said = _run_on_terminal([program, *shlex.split(told)], environment, tmp_path)

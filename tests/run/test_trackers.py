@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+import three_steps
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
@@ -35,7 +36,7 @@ def make_accelerator(tmp_path: Path) -> Iterator[MakeAccelerator]:
 
 
 @pytest.fixture
-def start(three_steps: ModuleType, tmp_path: Path) -> Callable[[Accelerator], None]:
+def start(tmp_path: Path) -> Callable[[Accelerator], None]:
     labels = RunLabels(**three_steps.LABELS, config=three_steps.CONFIG, output_dir=tmp_path)
     return partial(start_trackers, run=labels)
 
@@ -45,12 +46,12 @@ def rows_of(folder: Path) -> Rows:
 
 
 @pytest.fixture
-def expected_rows(three_steps: ModuleType) -> Rows:
+def expected_rows() -> Rows:
     return [*three_steps.ROWS, {"step": 3, **three_steps.FLAT_RESULTS}]
 
 
 def test_metrics_file_has_every_row_and_the_results(
-    make_accelerator: MakeAccelerator, three_steps: ModuleType, expected_rows: Rows, tmp_path: Path
+    make_accelerator: MakeAccelerator, expected_rows: Rows, tmp_path: Path
 ) -> None:
     three_steps.run(make_accelerator(["none"]), tmp_path)
     assert rows_of(tmp_path) == expected_rows
@@ -80,7 +81,7 @@ def test_numbers_that_are_not_finite_are_valid_json(
 
 
 def test_a_resumed_run_continues_its_file(
-    make_accelerator: MakeAccelerator, three_steps: ModuleType, expected_rows: Rows, tmp_path: Path
+    make_accelerator: MakeAccelerator, expected_rows: Rows, tmp_path: Path
 ) -> None:
     three_steps.run(make_accelerator(["none"]), tmp_path)
     three_steps.run(make_accelerator(["none"]), tmp_path)
@@ -134,7 +135,6 @@ def test_a_broken_tracker_only_warns(
     method: str,
     calls: int,
     make_accelerator: MakeAccelerator,
-    three_steps: ModuleType,
     expected_rows: Rows,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -148,9 +148,7 @@ def test_a_broken_tracker_only_warns(
     assert warned == [f"broken could not {method}, the run goes on without: ConnectionError: no {method}"]
 
 
-def test_tensorboard_gets_the_rows_below_the_run(
-    make_accelerator: MakeAccelerator, three_steps: ModuleType, tmp_path: Path
-) -> None:
+def test_tensorboard_gets_the_rows_below_the_run(make_accelerator: MakeAccelerator, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     three_steps.run(make_accelerator(["tensorboard"]), tmp_path)
@@ -162,7 +160,7 @@ def test_tensorboard_gets_the_rows_below_the_run(
 
 
 def test_trackio_keeps_the_run_in_its_store_without_asking_the_hub(
-    launch: Callable, three_steps: ModuleType, expected_rows: Rows, tmp_path: Path
+    launch: Callable, expected_rows: Rows, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub_that_never_answers:
         ended = launch(

@@ -4,10 +4,10 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import three_steps
 
 KEY = "k" * 40
 STARTS_WITHIN_S, ENDS_WITHIN_S = 20, 30
@@ -41,7 +41,7 @@ def cases(failures: dict[str, tuple]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-def check(three_steps: ModuleType, sync: Callable, tmp_path: Path) -> Callable[[Any], None]:
+def check(sync: Callable, tmp_path: Path) -> Callable[[Any], None]:
     """Checks that a run with a lost server ended well and soon, and that everything can be recovered."""
 
     def run(ended: Any) -> None:

@@ -6,17 +6,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import three_steps
 
 ROOT = Path(__file__).parents[2]
 KEY = "k" * 40
 
 
 @pytest.mark.slow
-def test_two_runs_are_told_apart(launch: Callable, three_steps: ModuleType, wandb_server: Any) -> None:
+def test_two_runs_are_told_apart(launch: Callable, wandb_server: Any) -> None:
     names = ["none-mbs64x1", "full-mbs64x1"]
     for name in names:
         ended = launch("wandb", name=name, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)

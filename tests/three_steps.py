@@ -1,7 +1,7 @@
 """A run of three steps through our trackers: ``python three_steps.py REPORT_TO FOLDER NAME LIMITS``.
 
-Tests run it in a process of its own, or take its parts from the fixture ``three_steps``. ``LIMITS`` is JSON of time
-limits of ``wandb_run``, so that a test need not wait for the real ones.
+Tests run it in a process of its own, or take its parts. ``LIMITS`` is JSON of time limits of ``trackers``, so that a
+test need not wait for the real ones.
 """
 
 import json
