@@ -45,7 +45,7 @@ PART_COLORS = {  # memory.breakdown in results.json has these kinds with the suf
 MAX_ROWS = 8  # runs that are named in their charts; if there are more, numbers stand for the names at their bars
 LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
 MAX_LETTERS = 40  # of a name in a chart
-CHART_WIDTH, CHART_HEIGHT = 5.6, 4.0  # inches
+CHART_WIDTH, CHART_HEIGHT = 5.5, 4.0  # inches
 
 
 def write_png(table: ComparisonTable, path: Path) -> None:
