@@ -18,6 +18,7 @@ from memsave_recipes import distributed
 ONE, ALL, GROUP = "one rank", "all ranks", "the process group"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 MIDDLE = range(1, 8)  # steps after which the signal is sent
+SIGNALLED_STEP_S = 0.05  # the five steps after these outlast a busy machine's pause before it is sent
 
 
 def signal_trials(run: Run, number: signal.Signals, target: str, seeds: range) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def signal_trials(run: Run, number: signal.Signals, target: str, seeds: range) -
     outcome: dict[str, Any] = {"inexact": [], "graceful": 0, "ungraceful": [], "hangs": 0, "orphans": 0}
     for seed in seeds:
         trial, chance = fresh(replace(run, folder=run.folder / "trial")), random.Random(seed)
-        life = Life(trial, partial(_listen, run.broken))
+        life = Life(replace(trial, step_s=SIGNALLED_STEP_S), partial(_listen, run.broken))
         _wait_for_steps(trial, chance.choice(MIDDLE))
         _send(life, number, target, chance)
         codes = life.end()
