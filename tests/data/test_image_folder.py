@@ -86,6 +86,9 @@ def test_what_is_no_image_of_a_class_is_not_read(flat):
         (flat / name).symlink_to("nowhere") if "#" in name else (flat / name).write_text("{}")
     os.mkfifo(flat / "cat" / "pipe.png")
     (flat / "cat" / "Thumbs.db").write_bytes(b"no image")
+    for name in ("@eaDir", "cat/@eaDir", "__MACOSX/cat"):
+        (flat / name).mkdir(parents=True)
+        picture().save(flat / name / "0.png")
     picture().save(flat / "beside the classes.png")
     assert sum(map(len, (load(data_dir=str(flat)).train, load(data_dir=str(flat)).validation))) == 30
 

@@ -17,6 +17,8 @@ from memsave_recipes.data.sources import SPLIT_NAMES, Splits, choose_splits, fir
 from memsave_recipes.errors import InputError, is_text
 
 ENDINGS = frozenset(ImageFolder.EXTENSIONS)
+LEFT_BEHIND = ("__MACOSX", "@eaDir")
+"""Folders of archives made on macOS, and of thumbnails on Synology's disks."""
 
 
 def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links: bool = False) -> "ImageFiles":
@@ -156,5 +158,5 @@ class ImageFiles:
 
 def _visible(folder: str) -> list["os.DirEntry[str]"]:
     with readable(folder), os.scandir(folder) as entries:
-        found = [entry for entry in entries if not entry.name.startswith(".")]
+        found = [entry for entry in entries if entry.name not in LEFT_BEHIND and not entry.name.startswith(".")]
     return sorted(found, key=lambda entry: entry.name)
