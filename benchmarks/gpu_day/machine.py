@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 
-from gpu_day.claims import BITSANDBYTES, CUDA, LIGER, NCCL, SHEET, TRITON, TRL, TWO_DEVICES, WAIT_WARNINGS, Command
+from gpu_day.claims import (
+    BITSANDBYTES,
+    CUDA,
+    LIGER,
+    NCCL,
+    OWN_MEMORY,
+    SHEET,
+    TRITON,
+    TRL,
+    TWO_DEVICES,
+    WAIT_WARNINGS,
+    Command,
+)
 from gpu_day.waits import warns_of_waits
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import find_target
@@ -36,6 +48,7 @@ def abilities(kind: str) -> frozenset[str]:
         CUDA: kind != CPU,
         TWO_DEVICES: kind == CPU or torch.cuda.device_count() > 1,  # a CPU takes two processes
         NCCL: kind == GPU,
+        OWN_MEMORY: kind == GPU,
         WAIT_WARNINGS: kind != CPU and warns_of_waits(),
         SHEET: kind == CPU or _has_sheet(),
     }

@@ -3,7 +3,7 @@
 from functools import partial
 
 from gpu_day import judges
-from gpu_day.claims import BITSANDBYTES, CUDA, SHEET, Claim, Command, Outcome, Step
+from gpu_day.claims import BITSANDBYTES, CUDA, OWN_MEMORY, SHEET, Claim, Command, Outcome, Step
 from gpu_day.exactness import word
 from gpu_day.machine import TEXT, Size
 
@@ -102,7 +102,7 @@ def offloading(size: Size) -> Step:
         if "offload" in strategy:
             host = judges.host_memory_predicted
             text = f"{strategy}: the host's memory is what the run says"
-            claims.append(Claim(text=text, runs=(run, base), judge=host, needs=ON_DEVICE))
+            claims.append(Claim(text=text, runs=(run, base), judge=host, needs=frozenset({OWN_MEMORY})))
     return Step("offloading", claims)
 
 
