@@ -98,6 +98,39 @@ def test_a_single_process_too(run_trial, tmp_path):
     ]
 
 
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+if rank == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not (folder / "pid-1").exists():
+    time.sleep(0.01)
+for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+    time.sleep(1)
+    os.kill(os.getppid(), number)
+time.sleep(60)
+"""
+
+
+def ranks_of_a_launcher_that_is_told_three_times(folder):
+    """The exit code of the launch, its ranks, and how many of them do not end."""
+    script = folder / "stopped.py"
+    script.write_text(STOPPED)
+    words = [*SEVERAL, "2", "--num_machines", "1", "--num_cpu_threads_per_process", "1", str(script), str(folder)]
+    code = launch(words)
+    left = psutil.wait_procs(psutil.Process().children(), timeout=10)[1]
+    return code, sorted(path.name for path in folder.glob("pid-*")), len(left)
+
+
+def test_a_rank_that_is_stopped_ends_with_its_launcher(run_trial, tmp_path):
+    """One that heeds no signal, too."""
+    assert run_trial(ranks_of_a_launcher_that_is_told_three_times, tmp_path) == (130, ["pid-0", "pid-1"], 0)
+
+
 def listening_and_answer():
     """The addresses where this process listens, and what a client finds in the store."""
     info = elastic._OneMachine().next_rendezvous()
