@@ -182,17 +182,36 @@ ODD_REPLIES = {  # the template, the question, and the replies with what counts 
 }
 
 
-@pytest.mark.parametrize("case", ODD_REPLIES)
-def test_odd_replies_count_as_the_template_writes_them(tokenizer, case):
-    name, question, replies = ODD_REPLIES[case]
+def counted_text(tokenizer, question, replies):
     chat = [
         message
         for reply in replies
         for message in ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
     ]
-    tokens, counted = encode(chat, with_template(tokenizer, name, marked=False))
-    found = tokenizer.decode(tokens[counted].tolist(), clean_up_tokenization_spaces=False)
+    tokens, counted = encode(chat, tokenizer)
+    return tokenizer.decode(tokens[counted].tolist(), clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("case", ODD_REPLIES)
+def test_odd_replies_count_as_the_template_writes_them(tokenizer, case):
+    name, question, replies = ODD_REPLIES[case]
+    found = counted_text(with_template(tokenizer, name, marked=False), question, replies)
     assert found == "".join(reply + ENDS[name] for reply in replies.values())
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        {"b": "b", "c": "\n</think>\n\nc"},
+        {"<think>\nhm\n</think>\n\nb": "b", "c": "\n</think>\n\nc"},
+        {"b": "b", "c": "c", "<think>\nhm\n</think>\n\nd": "hm\n</think>\n\nd"},
+    ],
+    ids=["no thought", "one that is dropped", "one at the end"],
+)
+def test_earlier_replies_lack_the_thought_that_the_prompt_opens(tokenizer, replies):
+    opening = with_template(tokenizer, "Qwen3", marked=False)
+    opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert counted_text(opening, "a", replies) == "".join(reply + ENDS["Qwen3"] for reply in replies.values())
 
 
 def test_a_template_that_drops_system_messages_is_refused_only_where_there_are_some(tokenizer):

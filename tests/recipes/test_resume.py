@@ -145,7 +145,7 @@ def test_what_was_killed_before_its_first_save_begins_again(train, straight, kil
     assert_the_same_run(tmp_path / "run", straight)
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize("damage", sample(["gone", "cut"], ["gone", "cut", "without weights", "without manifest"]))
 def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after, tmp_path, capsys, damage):
     flags = [*IMAGES, "--save_best", "--save_every", "2", "--eval_steps", "2"]
     with kill_after(6):
@@ -154,8 +154,10 @@ def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after,
     if damage == "cut":
         weights = best / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
-    else:
+    elif damage == "gone":
         shutil.rmtree(best)
+    else:
+        (best / {"without weights": "model.safetensors", "without manifest": "manifest.json"}[damage]).unlink()
     capsys.readouterr()
     train(*flags, "--resume")
     printed = capsys.readouterr().out

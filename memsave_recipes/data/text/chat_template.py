@@ -339,8 +339,8 @@ class _Template:
         if text.startswith(prompt):
             return len(prompt)
         opening = head_at_end.removeprefix(prompt)  # between the generation prompt and the content
-        if opening != head_at_end:
-            return len(head) - len(opening) if head.endswith(opening) else None
+        if opening != head_at_end and head.endswith(opening):
+            return len(head) - len(opening)
         asked = prompt[len(self.render_turns(before)) :]
         header = asked.partition(REASONING[0])[0]
         begin = head.rfind(header)
