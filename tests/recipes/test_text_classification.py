@@ -169,7 +169,7 @@ BAD_FLAGS = {
         "--max_length 33 is more than the 32",
     ),
     "a vocabulary too small": ([*MODELS["bert"], "--vocab_size", "200"], "--vocab_size 200"),
-    "unknown tokenizer": ([*MODELS["bert"], "--tokenizer_name", "absent"], "from absent"),
+    "unknown tokenizer": ([*MODELS["bert"], "--tokenizer_name", "absent"], "the tokenizer of absent cannot be loaded"),
 }
 
 
