@@ -40,7 +40,7 @@ def rows_of(results, model):
     return next(entry["rows"] for entry in results["models"] if entry["model"] == model)
 
 
-@pytest.mark.parametrize("model", ["vgg16", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("vgg16", marks=pytest.mark.slow), "gpt2"])
 def test_every_method_has_figures_or_a_reason(run, model):
     rows = rows_of(run[0], model)
     assert {"plain", "budget", "every block", "every n-th block", "selective"} <= {row["series"] for row in rows}

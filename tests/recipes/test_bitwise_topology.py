@@ -128,6 +128,7 @@ def test_the_memory_of_ranks_is_predicted(train_on_ranks, num_ranks, global_batc
     assert abs(memory["prediction_error_pct"]) <= 3
 
 
+@pytest.mark.slow
 def test_in_lockstep_a_plan_for_a_budget_fits_and_has_the_bits_of_plain(train, refuse, tmp_path, capsys):
     """Of 4 micro-batches, the last one of 2 samples, in one forward."""
     flags = ["--model", "vgg_small_bn", "--batchnorm", "global", "--global_batch_size", "14", *BITS, "4"]

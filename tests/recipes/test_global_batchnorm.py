@@ -31,6 +31,7 @@ def test_micro_batches_have_the_curve_of_the_whole_batch(train, tmp_path, capsys
     assert peaks["in micro-batches"] < peaks["whole"]
 
 
+@pytest.mark.slow
 def test_a_budget_prices_the_action(train, capsys):
     flags = [*FLAGS[:-4], "--global_batch_size", "32", "--max_steps", "2", "--micro_batch_size", "4"]
     budget = 0.005  # little more than the least: every block in micro-batches takes 0.0046, otherwise 0.0063
