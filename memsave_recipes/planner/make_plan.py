@@ -244,7 +244,10 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: ProgressBar, 
         torch.OutOfMemoryError: it is too small for the smallest groups as well.
     """
     measured = measured_together(
-        *(lambda: workload, lambda _: plans, ranks, progress),
+        lambda: workload,
+        lambda _: plans,
+        ranks,
+        progress,
         device=workload.device,
         num_blocks=sum(map(len, workload.stacks)),
         host_budget_bytes=usable_host_bytes(workload.device),
