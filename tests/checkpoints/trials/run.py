@@ -108,11 +108,12 @@ class Layers(nn.Module):
 
 
 class Log:
-    """Lines that outlive the process."""
+    """Lines that outlive the process; one that a kill has torn, at the end of a page, is taken back."""
 
     def __init__(self, run: Run, rank: int) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._descriptor = os.open(run.folder / f"log-{rank}.jsonl", flags)
+        path = run.folder / f"log-{rank}.jsonl"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.truncate(self._descriptor, path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, **line: Any) -> None:
         os.write(self._descriptor, (json.dumps(line) + "\n").encode())
