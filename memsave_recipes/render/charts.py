@@ -42,6 +42,7 @@ PART_COLORS = {  # memory.breakdown in results.json has these kinds with the suf
     "temporaries": "#e9c46a",
     REST: "0.65",
 }
+MIN_BARS = 2  # whose height a bar has at most
 MAX_ROWS = 8  # runs that are named in their charts; if there are more, numbers stand for the names at their bars
 LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
 MAX_LETTERS = 40  # of a name in a chart
@@ -126,9 +127,9 @@ def _draw_bars(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         if any(widths):
             axes.barh(_numbered_names(rows), widths, left=ends, label=spaced(part), color=color)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(rows), MIN_BARS) - 0.5, -0.5)
     axes.set(title="peak memory by kind", xlabel=f"peak memory, {unit}")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, fontsize=8, frameon=False)
 
 
 def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow], key: str, name: str) -> None:
