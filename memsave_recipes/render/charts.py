@@ -42,7 +42,7 @@ PART_COLORS = {  # memory.breakdown in results.json has these kinds with the suf
     "temporaries": "#e9c46a",
     REST: "0.65",
 }
-MIN_BARS = 2  # whose height a bar has at most
+MIN_BARS = 2  # a lone bar is as thick as one of so many
 MAX_ROWS = 8  # runs that are named in their charts; if there are more, numbers stand for the names at their bars
 LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
 MAX_LETTERS = 40  # of a name in a chart
