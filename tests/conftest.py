@@ -7,6 +7,7 @@ import sys
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ["COLUMNS"] = "120"  # of every table, whatever the terminal
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or to ask for a GPU would start CUDA, which no fork survives
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,9 @@ time, while all others recompute. The costs of a block do not depend on how the 
 NOTE [ rounds ]
 1. In a round the step runs once under each action. Rounds end when the standard error of the step's time is at most
    ``AGREE`` of it under every action. On a machine with nothing else to do, the first ``repetitions`` suffice.
-2. There are at most ``MOST_ROUNDS`` times as many, and none is added once the steps have taken ``MOST_S``, which groups
-   share. The noise that is left is in the chain, and the planner counts it (``plans/chain.py``, rule 9).
+2. There are at most ``MOST_ROUNDS`` times as many, and none is added after ``MOST_S`` by the clock, which groups share:
+   on a GPU a step of 25 ms can take 250 ms to be timed. The noise that is left is in the chain, and the planner counts
+   it (``plans/chain.py``, rule 9).
 3. Of a run on several ranks each rank takes the least number, as the forward of a model may wait for the other ranks
    (SyncBatchNorm), and an unequal number of forwards would wait for ever.
 """
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
+from time import perf_counter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -171,7 +173,7 @@ def measure(
             run under ``torch._subclasses.FakeTensorMode``.
         host_budget_bytes: of the host, for offloaded tensors; where these take more, offloading is no option.
         on_run: is called after every run, and for every run that was not needed.
-        most_s: once the steps have taken so many seconds, no round is added: rule 2 of NOTE [ rounds ].
+        most_s: after so many seconds no round is added: rule 2 of NOTE [ rounds ].
 
     Raises:
         InputError: the model does not run its blocks once each, stack after stack. The stacks may run in another order
@@ -203,8 +205,9 @@ def _time_in_rounds(traces: dict["_Run", StepTrace], expected: Sequence[str], mo
     """Time every run until the figures agree: NOTE [ rounds ]."""
     instruments, on_run = next((run.instruments, run.on_run) for run in traces)
     least, most = instruments.repetitions, MOST_ROUNDS * instruments.repetitions
+    end = perf_counter() + most_s
     for number in range(most):
-        if number >= least and _are_known(list(traces.values()), most_s):
+        if number >= least and (perf_counter() >= end or _are_known(list(traces.values()))):
             for _ in range((most - number) * len(traces)):
                 on_run()
             break
@@ -214,13 +217,12 @@ def _time_in_rounds(traces: dict["_Run", StepTrace], expected: Sequence[str], mo
             trace.seconds.append(seconds)
 
 
-def _are_known(traces: Sequence[StepTrace], most_s: float) -> bool:
-    """Return whether no further round is needed, or none may follow."""
+def _are_known(traces: Sequence[StepTrace]) -> bool:
+    """Return whether no further round is needed, or none may follow on one of several ranks."""
     steps = [trace.step for trace in traces]
     agree = all(step.noise_s <= AGREE * step.time_s for step in steps)
-    spent_s = sum(sum(run) for trace in traces for run in trace.seconds)
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return agree or spent_s >= most_s or (grouped and torch.distributed.get_world_size() > 1)
+    return agree or (grouped and torch.distributed.get_world_size() > 1)
 
 
 def _kinds_of_all(workload: Workload) -> dict[str, Hashable]:

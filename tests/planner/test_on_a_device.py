@@ -66,6 +66,14 @@ def workload_of(name, dtype, device):
     return Workload(model=model, forward=lambda: loss_of(model, batch), batch=[batch], device=device, stacks=stacks)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def workspaces():
+    """What CUDA's libraries allocate at their first call and keep."""
+    for name in MAKE:
+        for dtype in (torch.float32, torch.bfloat16):
+            workload_of(name, dtype, torch.device("cuda", 0)).forward().backward()
+
+
 @pytest.mark.parametrize(("word", "accumulation_steps"), [("none", 1), ("full", 2)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MAKE)

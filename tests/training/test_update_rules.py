@@ -24,6 +24,7 @@ from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.planner.budget import static_memory_of
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import (
+    MOST_PACKED,
     NUMBER_BYTES,
     NUMBERS,
     TRANSPOSING,
@@ -125,10 +126,22 @@ def test_the_weights_are_those_of_torchs_two_optimizers():
     assert all(map(torch.equal, *results))
 
 
+@pytest.fixture
+def num_threads():
+    """Sets how many torch has, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("widths", [(256, 256, 3), (64, 700, 9), (3, 2000, 1)])
-def test_its_memory_is_predicted(widths, dtype):
-    """The state to the byte, the temporaries of an update never low; by a tile too high where torch multiplies."""
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("widths", [(256, 256, 3), (64, 700, 9), (3, 2000, 1), (24, 8000, 1), (4000, 33, 2)])
+def test_its_memory_is_predicted(num_threads, widths, dtype, threads):
+    """The state to the byte, the temporaries of an update never low; by a tile too high where torch multiplies, and
+    where oneDNN does by 2 MiB a thread.
+    """
+    num_threads(threads)
     model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).to(dtype)
     optimizer = make_optimizer(MUON, model)
     for parameter in model.parameters():
@@ -138,7 +151,7 @@ def test_its_memory_is_predicted(widths, dtype):
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert static.state_bytes == sum(tensor.nbytes for tensor in state)
     update = peak_bytes(optimizer.step)
-    by_onednn = 1.5 * update + torch.get_num_threads() * 2**18
+    by_onednn = 2 * update + threads * MOST_PACKED[0]
     most = by_onednn if onednn_multiplies_bfloat16() else update + NUMBERS * NUMBER_BYTES + TRANSPOSING
     assert update <= static.optimizer_bytes <= most
 
