@@ -151,7 +151,7 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if flags._adapter is not None:
         source = f"--model_name_or_path {flags._adapter}"
-        return load_adapters(model, flags._adapter, task_type=task_type, source=source, is_trainable=True)
+        return load_adapters(model, flags._adapter, task_type=task_type, source=source)
     copied = copied_modules(model, task_type)
     take_whole(model, copied)
     try:
@@ -217,12 +217,11 @@ def _covering(module: nn.Module, new: set[nn.Parameter], prefix: str = "") -> It
             yield from _covering(child, new, f"{prefix}{name}.")
 
 
-def load_adapters(
-    model: PreTrainedModel, folder: str | Path, *, task_type: str, source: str, is_trainable: bool = False
-) -> "PeftModel":
+def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str, source: str) -> "PeftModel":
     """Give ``model`` the LoRA adapters of ``folder``, in place, and freeze everything else.
 
-    A model on the meta device gets adapters of their shapes, and none are read.
+    The adapters train, also for predictions: torch rounds a product otherwise where its weight is frozen. A model on
+    the meta device gets adapters of their shapes, and none are read.
 
     Raises:
         InputError: they are of another kind or for another task, are no safetensors, or do not fit the model.
@@ -241,11 +240,11 @@ def load_adapters(
             if not isinstance(config, LoraConfig) or config.task_type != task_type:
                 found = f"{getattr(config.peft_type, 'value', 'unknown')} adapters for {config.task_type}"
                 raise InputError(f"{source} holds {found}, not LORA adapters for {task_type}: take others")
-            config.inference_mode = not is_trainable
+            config.inference_mode = False
             if next(model.parameters()).is_meta:
                 return get_peft_model(model, config, autocast_adapter_dtype=False)
             return PeftModel.from_pretrained(
-                model, str(folder), config=config, is_trainable=is_trainable, autocast_adapter_dtype=False
+                model, str(folder), config=config, is_trainable=True, autocast_adapter_dtype=False
             )
     except InputError:
         raise

@@ -34,8 +34,8 @@ NOT_BUILT = {
     "markuplm": "it is not run on tokens alone",
     "perceiver": "its base has other shapes than its classifier",
 }
-NOT_REPEATABLE = {"longformer", "jamba", "zamba", "zamba2"}
-"""Their sums round otherwise from one copy of the model to the next."""
+NOT_REPEATABLE = {"jamba", "zamba", "zamba2"}
+"""On an AMD EPYC (Zen 3) their sums rounded otherwise from one copy of the model to the next."""
 NOT_MERGED = {
     "jamba": "it takes the weight of .*dt_proj past its adapter",
     "layoutlmv3": "it takes the weight of .*rel_pos_bias past its adapter",
@@ -58,7 +58,10 @@ def base_for_other_classes(kind, folder):
 @pytest.mark.parametrize(
     ("kind", "save"),
     [
-        *((kind, base_without_head) for kind in ("bart", "xlnet", "bert", "gpt2", "jamba", "zamba", "phimoe")),
+        *(
+            (kind, base_without_head)
+            for kind in ("bart", "xlnet", "bert", "gpt2", "jamba", "longformer", "zamba", "phimoe")
+        ),
         *((kind, base_with_another_head) for kind in ("bert", "distilbert", "modernbert", "roberta")),
         *((kind, base_for_other_classes) for kind in ("bart", "distilbert", "bert", "electra")),
     ],
@@ -86,7 +89,7 @@ def assert_all_comes_back(kind, tmp_path):
     adapted.save_pretrained(tmp_path / "final")
     expected = logits(adapted, kind)
     again = load_adapters(load(tmp_path / "base", seed=2), tmp_path / "final", task_type=CLASSIFIER, source="final")
-    by_peft = PeftModel.from_pretrained(load(tmp_path / "base", seed=3), tmp_path / "final")
+    by_peft = PeftModel.from_pretrained(load(tmp_path / "base", seed=3), tmp_path / "final", is_trainable=True)
     rounding = 1e-7 if kind in NOT_REPEATABLE else 0.0
     for found in (again, by_peft):
         torch.testing.assert_close(logits(found, kind), expected, rtol=0, atol=rounding)

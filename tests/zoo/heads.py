@@ -37,7 +37,7 @@ CLASSIFIER = "SEQ_CLS"
 LORA = LoraArguments(lora=True, lora_rank=2)
 LOST = ("wrong", "crash")
 ROUNDING = 1e-7
-"""Sums of some models round otherwise from one copy of the model to the next."""
+"""On some processors sums of some models round otherwise from one copy of the model to the next."""
 
 
 def base_without_head(kind: str, folder: Path, auto_class: str = CLASSIFICATION) -> None:
@@ -61,7 +61,7 @@ def load(folder: Path, seed: int, num_labels: int = 3, auto_class: str = CLASSIF
 def changed(model: Any) -> Any:
     """``model`` with every weight that trains a little changed."""
     random = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
+    for parameter in model.train().parameters():  # LeViT forgets here what it remembers of its weights in evaluation
         if parameter.requires_grad:
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=random)
     return model
@@ -102,7 +102,8 @@ def _opened(base: Path, final: Path, auto_class: str) -> list[nn.Module]:
     if auto_class == IMAGES:
         return [load(final, 2, auto_class=auto_class)]
     by_recipes = load_adapters(load(base, 2), final, task_type=CLASSIFIER, source="final")
-    return [by_recipes, PeftModel.from_pretrained(load(base, 3), str(final))]
+    by_peft = PeftModel.from_pretrained(load(base, 3), str(final), is_trainable=True)  # frozen ones round otherwise
+    return [by_recipes, by_peft]
 
 
 def rows_so_far(path: Path = ROWS) -> dict[tuple[str, str], str]:
