@@ -32,6 +32,7 @@ With ``--bitwise_topology`` the result has the same bits on any number of ranks,
     all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``exact/lockstep.py``.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from copy import copy
@@ -312,13 +313,19 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Batch],
     num_workers: int,
 ) -> DataLoader[Any]:
-    """A torch loader; Accelerate's own would shard and pad the batches again."""
+    """A torch loader; Accelerate's own would shard and pad the batches again.
+
+    Data workers are forks on Linux, which is no longer Python's default from 3.14 on: they import nothing, the data are
+    not copied to them, and the rank is their parent, with which they end.
+    """
     end_workers_at_exit()
+    forks = num_workers > 0 and sys.platform == "linux"
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         collate_fn=collate_fn,
         num_workers=num_workers,
+        multiprocessing_context="fork" if forks else None,
         pin_memory=accelerator.device.type == "cuda",
         worker_init_fn=serve_parent_only,
     )
