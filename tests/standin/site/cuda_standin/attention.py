@@ -85,8 +85,8 @@ def _varlen_forward(
         attended, sums[:, at_q] = _forward(*heads, _bias(seen), scale)
         out[at_q] = attended.transpose(0, 1).to(out.dtype)
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    unused = torch.empty(0, device=query.device)
-    return _to_device(out, query, query.dtype), _to_device(sums, query, torch.float32), state, unused, unused.clone()
+    unused, scores = torch.empty((), dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    return _to_device(out, query, query.dtype), _to_device(sums, query, torch.float32), state, unused, scores
 
 
 def _varlen_backward(
