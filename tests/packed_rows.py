@@ -6,7 +6,7 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import torch
-from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward
+from torch.library import _scoped_library
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -69,37 +69,37 @@ def varlen_on_cpu():
     """Inside, attention by document takes one call for all documents; yields the bounds of each call."""
     calls = []
 
-    def forward(query, key, value, bounds, _, longest, *options):
+    def forward(query, key, value, bounds, *others, **options):
         calls.append(bounds)
-        return _attended(query, key, value, bounds, longest, *options[1:4])
+        return _attended(query, key, value, bounds, *others, **options)
 
-    _varlen_attn.register_kernel("cpu", forward)
-    _varlen_attn_backward.register_kernel("cpu", _gradients)
-    with patch.object(packed_attention, "_has_varlen", lambda query, key, value, dropout: not dropout):
-        yield calls
+    with _scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", _gradients, "CPU")
+        with patch.object(packed_attention, "_has_varlen", lambda query, key, value, dropout: not dropout):
+            yield calls
 
 
-def _attended(query, key, value, bounds, longest, is_causal, scale, window):
+def _attended(query, key, value, bounds, _, longest, *others, **options):
     """(tokens, H, D) and the log-sum-exps (H, tokens), by what the kernel asks for and by the definition."""
+    assert others == (longest, 0.0, options["window_size_left"] == -1, False)  # no dropout, causal, no scores wanted
     assert bounds.dtype == torch.int32
     assert bounds[-1] == len(query) == len(key) == len(value)
     assert bounds.diff().max() == longest
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert is_causal == (window == [-1, 0])
     found = [
         (torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype), sums)
-        for weights, sums, _, _, v in _weighted(query, key, value, bounds, scale, window)
+        for weights, sums, _, _, v in _weighted(query, key, value, bounds, **options)
     ]
     output, sums = (torch.cat(parts, dim=dim) for dim, parts in enumerate(zip(*found, strict=True)))
-    return output, sums.float(), torch.zeros(2, dtype=torch.uint64)
+    return output, sums.float(), *(torch.zeros(shape, dtype=torch.uint64) for shape in (2, (), 0))
 
 
-def _gradients(gradient, query, key, value, output, sums, bounds, *options):
+def _gradients(gradient, query, key, value, output, sums, bounds, *_, scale=None, **window):
     """Those of query, key and value; of a softmax in closed form, as in the paper on flash attention."""
-    *_, scale, window = options
     found, groups = [], query.shape[1] // key.shape[1]
-    documents = zip(pairwise(bounds.tolist()), _weighted(query, key, value, bounds, scale, window), strict=True)
-    for (start, stop), (weights, _, q, k, v) in documents:
+    weighted = _weighted(query, key, value, bounds, scale=scale, **window)
+    for (start, stop), (weights, _, q, k, v) in zip(pairwise(bounds.tolist()), weighted, strict=True):
         g, out = (states[start:stop].to(q.dtype) for states in (gradient, output))
         of_value = torch.einsum("hqk,qhd->khd", weights, g)
         of_weights = torch.einsum("qhd,khd->hqk", g, v) - (g * out).sum(-1).T[..., None]
@@ -111,16 +111,16 @@ def _gradients(gradient, query, key, value, output, sums, bounds, *options):
     return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-def _weighted(query, key, value, bounds, scale, window):
+def _weighted(query, key, value, bounds, *, window_size_left, window_size_right, scale=None):
     """Of each document weights (H, L, L), log-sum-exps (H, L), and query, key, value of all heads; at least float32."""
-    groups, (before, behind) = query.shape[1] // key.shape[1], window
-    assert behind == 0
+    groups = query.shape[1] // key.shape[1]
+    assert window_size_right == 0
     for start, stop in pairwise(bounds.tolist()):
         q, k, v = (states[start:stop] for states in (query, key, value))
         k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
         q, k, v = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
         seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        seen = seen if before < 0 else seen.triu(-before)
+        seen = seen if window_size_left < 0 else seen.triu(-window_size_left)
         scores = (scale or query.shape[-1] ** -0.5) * torch.einsum("qhd,khd->hqk", q, k)
         scores = scores.masked_fill(~seen, -torch.inf)
         yield scores.softmax(-1), scores.logsumexp(-1), q, k, v

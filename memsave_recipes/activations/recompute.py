@@ -257,10 +257,10 @@ KEPT_OPERATORS = frozenset(
         "aten::_scaled_dot_product_fused_attention_overrideable",  # XPU and devices outside torch
         "aten::_scaled_dot_product_attention_math_for_mps",  # Apple
         "aten::_triton_scaled_dot_attention",  # written in Triton
-        "aten::_flash_attention_forward",  # CUDA, of nested tensors
+        "aten::_flash_attention_forward",  # CUDA, sequences of many lengths in one row
         "aten::_efficient_attention_forward",  # the same, any mask
         "aten::_cudnn_attention_forward",  # the same, cuDNN
-        "torch_attn::_varlen_attn",  # sequences of many lengths in one row
+        "torch_attn::_varlen_attn",  # the same, as torch.nn.attention.varlen calls it
         "flash_attn::_flash_attn_forward",  # the flash-attn package, as transformers calls it
         "flash_attn::_flash_attn_varlen_forward",  # the same, sequences of many lengths
         "flex_attention",  # eager; a compiled one is not seen, and runs again

@@ -26,7 +26,6 @@ from math import inf
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn's operators
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -221,7 +220,7 @@ def _fake_mode_of(model: nn.Module) -> FakeTensorMode:
     return parameter.fake_mode
 
 
-aten, torch_attn = torch.ops.aten, torch.ops.torch_attn
+aten = torch.ops.aten
 
 # fmt: off
 FLOAT32_UNDER_AUTOCAST = frozenset({
@@ -257,7 +256,7 @@ def cuda_workspace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         batch, _, length, _ = args[1].shape
         return KernelRun(_flash_backward_bytes(args[1], args[2], rows=batch * rounded_up(length, FLASH_BLOCK)), ())
-    if func is torch_attn._varlen_attn_backward.default:
+    if func is aten._flash_attention_backward.default:
         tokens, documents = len(args[1]), len(args[6]) - 1
         return KernelRun(_flash_backward_bytes(args[1], args[2], rows=tokens + FLASH_BLOCK * documents), ())
     if func is aten._scaled_dot_product_efficient_attention_backward.default:

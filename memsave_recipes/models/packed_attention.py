@@ -4,10 +4,10 @@ NOTE [ attention by document ]
 1. From position ids that begin again transformers makes a bool mask (B, 1, T, T), and torch on a CPU a float copy of
    it in every layer, saved for backward. By document there is none, and no FLOPs between documents.
 2. The lengths come as Python numbers from ``collate``, so that no layer waits for the device.
-3. On CUDA ``torch.nn.attention.varlen`` takes all documents of all rows, and their windows, where SDPA would take a
-   fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8. The kernel
-   is flash's: torch 2.15 would take cuDNN's on some cards, whose workspace no estimate knows. ROCm's is left out.
-   Tested with a stand-in on a CPU; no GPU has run it.
+3. On CUDA one call of the flash kernel takes all documents of all rows, and their windows, where SDPA would take a
+   fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8.
+   ``torch.nn.attention.varlen`` would call it through operators written in Python, which take the host two to three
+   times as long; torch 2.15's takes cuDNN's on some cards, whose workspace no estimate knows. ROCm's is left out.
 4. On other devices SDPA runs on each document. Autograd would save its output of each next to the joined one that the
    next layer saves, so on a CPU ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. With
    dropout or windows, autograd records SDPA itself.
@@ -22,15 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from inspect import signature
 from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -99,15 +97,11 @@ def _varlen(
     """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ]."""
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (B * T, H or K, D)
     bounds, longest = _bounds(lengths, query), max(map(max, lengths))
-    seen = (-1 if window is None else window - 1, 0)  # before and behind, without itself; -1: all
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        attended = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen, **SHARED_KEYS)
-    assert isinstance(attended, Tensor)
+    options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+    attended: Tensor = aten._flash_attention_forward.default(
+        q, k, v, bounds, bounds, longest, longest, 0.0, window is None, False, **options
+    )[0]
     return attended.view(len(query), -1, *attended.shape[1:])
-
-
-SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Torch 2.11 takes keys that heads share without being told."""
 
 
 def _bounds(lengths: DocumentLengths, query: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn's operators
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils import checkpoint
@@ -222,7 +221,7 @@ def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> flo
     return 100 * seconds if seconds else None
 
 
-aten, torch_attn = torch.ops.aten, torch.ops.torch_attn
+aten = torch.ops.aten
 Formula = Callable[..., int]
 
 FUSED_ATTENTION = (
@@ -270,8 +269,8 @@ def _flash_attn_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rows: Tensor,
-    columns: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
     most_rows: int,
     most_columns: int,
     *_: Any,
@@ -279,8 +278,10 @@ def _flash_attn_varlen(
 ) -> int:
     """Do the same for sequences one after the other, (tokens, H, D), between the bounds ``rows``, ``columns``.
 
-    An estimate knows no bounds: each token counts as one of the longest sequence.
+    An estimate knows no bounds: each token counts as one of the longest sequence. ``None``: as in ``_flash_attn``.
     """
+    if rows is None or columns is None:
+        return _flash_attn(query, key, value)
     if isinstance(rows, FakeTensor):
         num_scores = len(query) * most_columns
     else:
@@ -299,8 +300,8 @@ def _formulas() -> dict[Any, Formula]:
     for kernel in FUSED_ATTENTION:
         known[getattr(aten, f"_scaled_dot_product_{kernel}")] = forward
         known[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = backward
-    known[torch_attn._varlen_attn] = _flash_attn_varlen
-    known[torch_attn._varlen_attn_backward] = lambda *args, **_: 5 * _flash_attn_varlen(*args[1:4], *args[6:10]) // 2
+    known[aten._flash_attention_forward] = _flash_attn_varlen
+    known[aten._flash_attention_backward] = lambda *args, **_: 5 * _flash_attn_varlen(*args[1:4], *args[6:10]) // 2
     return known
 
 
@@ -312,14 +313,17 @@ FORMULAS = {
     for op, formula in FORMULAS_OF_ALL_THAT_RUNS.items()
 }
 
-# flash-attn registers its operators when it is imported, which may be later than this. A backward takes, as that of
-# torch's kernels, four products without the scores that it makes again; it is given ``dout, q, k, v, out, softmax_lse,
-# dq, dk, dv`` and then the arguments of the forward after ``q, k, v``.
+# These operators are registered when a module is imported, which may be later than this, and torch has formulas of its
+# own for some: these go first. A backward takes, as that of torch's kernels, four products without the scores that it
+# makes again; it is given ``dout, q, k, v, out, softmax_lse`` (of flash-attn ``dq, dk, dv`` too) and then the arguments
+# of the forward after ``q, k, v``.
 FORMULAS_BY_NAME: dict[str, Formula] = {
     "flash_attn._flash_attn_forward": _flash_attn,
     "flash_attn._flash_attn_varlen_forward": _flash_attn_varlen,
     "flash_attn._flash_attn_backward": lambda *args, **_: 2 * _flash_attn(*args[1:4]),
     "flash_attn._flash_attn_varlen_backward": lambda *args, **_: 2 * _flash_attn_varlen(*args[1:4], *args[9:13]),
+    "torch_attn._varlen_attn": _flash_attn_varlen,
+    "torch_attn._varlen_attn_backward": lambda *args, **_: 2 * _flash_attn_varlen(*args[1:4], *args[6:10]),
 }
 
 
@@ -345,7 +349,7 @@ class ModelFlops(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operation = getattr(func, "overloadpacket", func)
-        formula = FORMULAS.get(operation) or FORMULAS_BY_NAME.get(str(operation))
+        formula = FORMULAS_BY_NAME.get(str(operation)) or FORMULAS.get(operation)
         if formula is not None and not _recomputes():
             factor = args[1 if operation is aten.addmm else 0]
             self.by_precision[_precision(operation, factor)] += formula(*args, **kwargs, out_val=result)

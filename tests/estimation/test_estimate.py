@@ -119,7 +119,7 @@ def test_the_backward_of_flash_attention_sums_in_float32(cuda):
 
 def test_the_backward_of_many_documents_has_a_block_more_for_each(cuda):
     query, key = (torch.empty(200, count, 40, dtype=torch.bfloat16) for count in (8, 2))
-    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    backward = torch.ops.aten._flash_attention_backward.default
     bounds = torch.empty(4, dtype=torch.int32)
     run = cuda_workspace(backward, (query, query, key, key, query, None, bounds, bounds, 100, 100), {})
     results = query.nbytes + 2 * key.nbytes

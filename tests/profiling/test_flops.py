@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from packed_rows import varlen_on_cpu
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -255,8 +256,25 @@ def test_bounds_without_values_count_every_token_as_one_of_the_longest():
     assert counted.total == (2 + 4) * 2 * heads * 16 * longest * size
 
 
+def test_rows_without_bounds_have_one_length():
+    heads, size, length = 4, 8, 16
+    with FakeTensorMode():
+        query, key = torch.empty(2, length, heads, size), torch.empty(2, length, heads // 2, size)
+        counted = count(lambda: called(query, key, None, length).sum().backward())
+    assert counted.total == (2 + 4) * 2 * heads * 2 * length**2 * size
+
+
+def test_torchs_function_for_documents_counts_as_its_kernel():
+    heads, size, longest = 4, 8, 8
+    with FakeTensorMode():
+        query, bounds = torch.empty(16, heads, size, requires_grad=True), torch.empty(4, dtype=torch.int32)
+        counted = count(lambda: varlen_attn(*[query] * 3, bounds, bounds, longest, longest).sum().backward())
+    assert counted.total == (2 + 4) * 2 * heads * 16 * longest * size
+
+
 def called(query, key, bounds, longest):
     query.requires_grad_()
     key.requires_grad_()
-    arguments = (True, None, [-1, 0])  # causal
-    return torch.ops.torch_attn._varlen_attn(query, key, key, bounds, bounds, longest, longest, *arguments)[0]
+    options = {"window_size_left": -1, "window_size_right": 0}
+    arguments = (query, key, key, bounds, bounds, longest, longest, 0.0, True, False)
+    return torch.ops.aten._flash_attention_forward(*arguments, **options)[0]
