@@ -16,10 +16,12 @@ from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import make_loader
 
 LEFT = """
+import multiprocessing
 import sys
 from accelerate import Accelerator
 from memsave_recipes.training.batching import make_loader
 
+multiprocessing.set_start_method(sys.argv[1])
 loader = make_loader(Accelerator(cpu=True), list(range(8)), [[0], [1], [2]], None, num_workers=1)
 workers = iter(loader)
 next(workers)
@@ -28,8 +30,9 @@ sys.exit(7)
 """
 
 
-def test_workers_that_are_left_do_not_keep_a_process_from_its_end():
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python's default up to 3.13, and from 3.14 on
+def test_workers_that_are_left_do_not_keep_a_process_from_its_end(method):
+    done = subprocess.run([sys.executable, "-c", LEFT, method], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr
     assert "Traceback" not in done.stderr
 
