@@ -38,7 +38,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from shutil import which
+from sysconfig import get_path
 from typing import Any
 
 import torch
@@ -133,7 +135,7 @@ class CompiledLayer:
 
 
 def check_compiler(model: nn.Module) -> None:
-    """Whether torch finds its compilers for the devices of ``model``.
+    """Whether torch finds its compilers for the devices of ``model``, and Python's headers, which its kernels include.
 
     Raises:
         InputError: something is missing.
@@ -143,6 +145,7 @@ def check_compiler(model: nn.Module) -> None:
         "triton (pip install triton)": "cuda" in devices and find_spec("triton") is None,
         "a C compiler (gcc, clang, or the one that CC names)": "cuda" in devices and not _finds_c_compiler(),
         "a C++ compiler (g++, or the one that CXX names)": "cpu" in devices and not _finds_cpp_compiler(),
+        "Python.h (of python3-dev or python3-devel)": not Path(get_path("include"), "Python.h").is_file(),
     }
     for name, is_missing in needs.items():
         if is_missing:

@@ -50,6 +50,13 @@ def test_a_machine_without_a_cpp_compiler(make_case, monkeypatch, tmp_path):
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+def test_a_machine_without_pythons_headers(make_case, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "_finds_cpp_compiler", lambda: True)
+    monkeypatch.setattr(compiled, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(InputError, match=r"compiled needs Python.h \(of python3-dev .* use selective"):
+        check_compiler(make_case("gpt2").model)
+
+
 @pytest.mark.parametrize(("has_triton", "missing"), [(False, "triton"), (True, "a C compiler")])
 def test_a_cuda_machine_without_triton_or_its_compiler(monkeypatch, tmp_path, has_triton, missing):
     monkeypatch.setenv("PATH", str(tmp_path))
