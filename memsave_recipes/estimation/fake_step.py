@@ -10,11 +10,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,6 +173,9 @@ SecondsOf: TypeAlias = Callable[[Any, torch.dtype, float, int], float]
 WorkspaceOf: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], KernelRun | None]
 """The run of an operator's kernel on a device with such arguments; ``None`` where it has no workspace."""
 
+Maker: TypeAlias = Callable[[tuple[Any, ...]], Any]
+"""Makes the results of an operator again, from arguments of the same forms."""
+
 
 @dataclass
 class SimulatedClock:
@@ -317,20 +321,20 @@ class KnownOperators:
 
     def __init__(self) -> None:
         self.seconds: dict[Hashable, float] = {}  # by the keys of ``results_of``
-        self._forms: dict[Hashable, _ResultForms | None] = {}
+        self._makers: dict[Hashable, Maker | None] = {}
 
     def results_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Any]:
         """Return a key, equal for calls of an operator with arguments of the same forms, and the result."""
         with torch._C.DisableTorchFunction():
             key = func, _key((args, kwargs)), torch.get_default_dtype()
-            forms = self._forms.get(key)
-            if forms is not None:
-                return key, forms.made(args)
+            make = self._makers.get(key)
+            if make is not None:
+                return key, make(args)
         out = _grouped(*args, **kwargs) if func is GROUPED_PRODUCT else func(*args, **kwargs)
-        if key not in self._forms:
+        if key not in self._makers:
             with torch._C.DisableTorchFunction():
                 is_open = func is NAMES_OFFSET or DEPENDS_ON_VALUES & {*func.tags}
-                self._forms[key] = None if is_open else _result_forms(args, kwargs, out)
+                self._makers[key] = None if is_open else _maker_of_all(args, kwargs, out)
         return key, out
 
 
@@ -343,83 +347,50 @@ def _grouped(factor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return out.to(factor.dtype)
 
 
-@dataclass(frozen=True)
-class _ResultForm:
-    """The form of a fake tensor that is a result.
-
-    Args:
-        offset: in its storage, beyond that of the argument that it shares it with.
-        shares: the position of the argument whose storage it has; ``None`` for a storage of its own.
-        is_argument: whether it is that argument.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    device: torch.device
-    mode: FakeTensorMode
-    shares: int | None
-    is_argument: bool
-
-    def made(self, args: tuple[Any, ...]) -> Any:
-        """Make such a result of a call with ``args``."""
-        if self.shares is not None and self.is_argument:
-            return args[self.shares]
-        with torch._C._DisableTorchDispatch():
-            if self.shares is None:
-                meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            else:
-                source = args[self.shares]
-                meta = torch.empty(0, dtype=self.dtype, device="meta").set_(
-                    source.untyped_storage(), source.storage_offset() + self.offset, self.shape, self.stride
-                )
-        return FakeTensor(self.mode, meta, self.device)
-
-
-@dataclass(frozen=True)
-class _ResultForms:
-    """The forms of all results of a call, in their container; ``None`` for one result by itself."""
-
-    forms: tuple[_ResultForm, ...]
-    container: type | None
-
-    def made(self, args: tuple[Any, ...]) -> Any:
-        """Make such results of a call with ``args``."""
-        made = [form.made(args) for form in self.forms]
-        return made[0] if self.container is None else self.container(made)
-
-
-def _result_forms(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _ResultForms | None:
-    """Return the forms of the results of a call; ``None`` where such forms do not tell all."""
+def _maker_of_all(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Maker | None:
+    """Return what makes the results of a call, in their container; ``None`` where their forms do not tell all."""
     container = type(out) if type(out) in (tuple, list) and len(out) > 0 else None
     outs = (out,) if container is None else out
     if not all(map(_is_plain, (*_tensors((args, kwargs)), *outs))):
         return None
-    forms = tuple(_result_form(args, one) for one in outs)
-    again = [form.made(args) for form in forms]
+    makers = [_maker_of(args, one) for one in outs]
+    again = [make(args) for make in makers]
     given = {id(storage) for storage in _storages((args, kwargs))}
-    own = [id(one.untyped_storage()) for one, form in zip(outs, forms, strict=True) if form.shares is None]
+    own = [id(one.untyped_storage()) for one in outs if _sharing(args, one) is None]
     is_all = len({*own} - given) == len(own) and all(
         one.untyped_storage().nbytes() == other.untyped_storage().nbytes() and one.requires_grad == other.requires_grad
         for one, other in zip(outs, again, strict=True)
     )
-    return _ResultForms(forms, container) if is_all else None
+    if not is_all or container is None:
+        return makers[0] if is_all else None
+    return lambda args: container(make(args) for make in makers)
 
 
-def _result_form(args: tuple[Any, ...], out: FakeTensor) -> _ResultForm:
-    sharing = [isinstance(arg, Tensor) and arg.untyped_storage() is out.untyped_storage() for arg in args]
-    shares = sharing.index(True) if True in sharing else None
-    return _ResultForm(
-        shape=out.shape,
-        stride=out.stride(),
-        dtype=out.dtype,
-        offset=int(out.storage_offset()) - (0 if shares is None else int(args[shares].storage_offset())),
-        device=out.fake_device,
-        mode=out.fake_mode,
-        shares=shares,
-        is_argument=shares is not None and args[shares] is out,
-    )
+def _maker_of(args: tuple[Any, ...], out: FakeTensor) -> Maker:
+    """Return what makes one result: it knows the form of ``out``, which it must not keep alive."""
+    position, shape, stride, dtype = _sharing(args, out), out.shape, out.stride(), out.dtype
+    mode, device = out.fake_mode, out.fake_device
+    if position is not None and args[position] is out:
+        return itemgetter(position)
+    offset = int(out.storage_offset()) - (0 if position is None else int(args[position].storage_offset()))
+
+    def make(args: tuple[Any, ...]) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            if position is None:
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                source = args[position]
+                begin = source.storage_offset() + offset
+                meta = torch.empty(0, dtype=dtype, device="meta").set_(source.untyped_storage(), begin, shape, stride)
+        return FakeTensor(mode, meta, device)
+
+    return make
+
+
+def _sharing(args: tuple[Any, ...], out: FakeTensor) -> int | None:
+    """Return the position of the argument whose storage ``out`` has; ``None`` for a storage of its own."""
+    sharing = (isinstance(arg, Tensor) and arg.untyped_storage() is out.untyped_storage() for arg in args)
+    return next((position for position, shares in enumerate(sharing) if shares), None)
 
 
 def _is_plain(value: Any) -> bool:

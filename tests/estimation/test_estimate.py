@@ -275,7 +275,7 @@ def test_known_results_change_no_byte(make_case, name, word, monkeypatch):
         return measured.chain(), [trace.memory for _, trace in measured.traces]
 
     known = traces()
-    monkeypatch.setattr(fake_step, "_result_forms", lambda args, kwargs, out: None)
+    monkeypatch.setattr(fake_step, "_maker_of_all", lambda args, kwargs, out: None)
     assert traces() == known
 
 
