@@ -172,8 +172,7 @@ class KnownEstimates(Estimates):
     """
 
     on_estimate: Callable[[str], object] = lambda words: None
-    _known: dict[tuple[int, str | None], Measurement] = field(default_factory=dict)
-    _refused: set[str] = field(default_factory=set)
+    _known: dict[tuple[int, str | None], dict[str, Measurement | None]] = field(default_factory=dict)
 
     def of_size(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
         """Return the costs of a micro-batch of ``size`` samples under the ``strategies`` that the model can run under.
@@ -181,31 +180,23 @@ class KnownEstimates(Estimates):
         Raises:
             InputError: it cannot run under ``none``, which is the first of them.
         """
-        known = self._known.get((size, loss))
-        traces = [] if known is None else known.traces
-        done = self._refused | {plan.strategy for plan, _ in traces}
-        missing = [strategy for strategy in strategies if strategy not in done]
+        known = self._known.setdefault((size, loss), {})
+        missing = [strategy for strategy in strategies if strategy not in known]
         if missing:
             self.on_estimate(f"micro-batch {size}")
         for strategy in missing:
-            try:
-                found = self._estimate(size, loss, strategy)
-            except InputError:
-                if strategy == PLAIN:
-                    raise
-                self._refused.add(strategy)
-            else:
-                traces = [*traces, *found.traces]
-                self._known[size, loss] = Measurement(found.workload, traces)
-        known = self._known[size, loss]
-        return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
+            known[strategy] = self._estimate(size, loss, strategy)
+        found = [measured for strategy in strategies if (measured := known[strategy])]
+        return replace(found[0], traces=[trace for measured in found for trace in measured.traces])
 
-    def _estimate(self, size: int, loss: str | None, strategy: str) -> Measurement:
+    def _estimate(self, size: int, loss: str | None, strategy: str) -> Measurement | None:
         try:
             return self.of(BatchLayout.of(size, None, 1), loss, lambda one: [plan_for(strategy, one.stacks)])
-        except InputError:
-            raise
         except LOADING_ERRORS as error:
+            if strategy != PLAIN:
+                return None
+            if isinstance(error, InputError):
+                raise
             raise InputError(
                 f"MODEL: a step of {type(self.model).__name__} cannot be estimated ({reason(error)}): look at its "
                 f"{CONFIG}, or launch its recipe with {BUDGET_FLAG}, which measures"
