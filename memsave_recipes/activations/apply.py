@@ -87,7 +87,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
     check_not_offloaded(model)
     options = _options_in_micro_batches(model, plan)
     stacks = _stacks_of(model, plan)
-    handle = PlanHandle(plan, runs=BlockRuns(_sharing(model, stacks)), options=options)
+    blocks = [block for stack in stacks for block in stack.blocks]
+    handle = PlanHandle(plan, blocks, runs=BlockRuns(_sharing(model, stacks)), options=options)
     if plan.compiled_memory_ratio is not None:
         _compile_layers(model, stacks, handle, plan.compiled_memory_ratio)
     if plan.mlp_tile_tokens is not None:
@@ -112,6 +113,7 @@ class PlanHandle:
     """An applied plan. ``remove()`` sets the model back exactly; also a context manager."""
 
     plan: Plan
+    blocks: Sequence[Block | Layer] = ()
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     runs: BlockRuns = field(default_factory=BlockRuns)
     options: dict[str, Any] = field(default_factory=dict)
@@ -169,13 +171,7 @@ def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
 
 def _sharing(model: nn.Module, stacks: list[Stack]) -> frozenset[nn.Module]:
     """Modules of blocks whose weights may be used outside of the block too."""
-    return modules_that_share(
-        model,
-        [
-            [block.modules if isinstance(block, Block) else (block.module,) for block in stack.blocks]
-            for stack in stacks
-        ],
-    )
+    return modules_that_share(model, [[block.modules for block in stack.blocks] for stack in stacks])
 
 
 def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, ratio: float) -> None:

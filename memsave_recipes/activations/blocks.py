@@ -54,6 +54,11 @@ class Layer:
     module: nn.Module
     method: str = "forward"
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """As those of a ``Block``."""
+        return (self.module,)
+
 
 @dataclass(frozen=True)
 class CalledLayers:

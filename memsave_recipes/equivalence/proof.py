@@ -32,7 +32,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, sqrt
@@ -41,8 +41,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_bottlenecks, find_stacks
-from memsave_recipes.activations.blocks import Block
+from memsave_recipes.activations import PlanHandle, apply_plan
+from memsave_recipes.activations.blocks import Block, Layer
 from memsave_recipes.activations.recompute import batchnorm_layers
 from memsave_recipes.equivalence.outcomes import (
     Difference,
@@ -76,37 +76,25 @@ from memsave_recipes.sharding.tensors import local
 
 
 @contextmanager
-def count_block_runs(model: nn.Module, plan: Plan | None) -> Iterator[Counter[str]]:
+def count_block_runs(blocks: Iterable[Block | Layer]) -> Iterator[Counter[str]]:
     """Count how often the innermost modules of each block are called, in the forward and in recomputations."""
     runs: Counter[str] = Counter()
 
     def count(name: str, *_: object) -> None:
         runs[name] += 1
 
-    leaves = _leaves_of_blocks(model, plan) if plan else {}
-    with hooked(leaf.register_forward_pre_hook(partial(count, name)) for leaf, name in leaves.items()):
+    leaves = _leaves_of(blocks).items()
+    with hooked(leaf.register_forward_pre_hook(partial(count, name)) for leaf, name in leaves):
         yield runs
 
 
-def _leaves_of_blocks(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
+def _leaves_of(blocks: Iterable[Block | Layer]) -> dict[nn.Module, str]:
     """Return the block of every module without children; a module that several blocks share belongs to none."""
     owners: dict[nn.Module, set[str]] = {}
-    for name, parts in _blocks_of(model, plan).items():
-        for leaf in (module for part in parts for module in part.modules() if not any(module.children())):
-            owners.setdefault(leaf, set()).add(name)
+    for block in blocks:
+        for leaf in (module for part in block.modules for module in part.modules() if not any(module.children())):
+            owners.setdefault(leaf, set()).add(block.name)
     return {leaf: names.pop() for leaf, names in owners.items() if len(names) == 1}
-
-
-def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, Iterable[nn.Module]]:
-    """Return the modules of each block. The plan was made for the model, or for one that it wraps."""
-    for module in model.modules():
-        with suppress(AttributeError):  # most blocks bear the name of the one module that they are
-            return {name: (module.get_submodule(name),) for name in plan.blocks}
-        for stacks in (find_stacks(module), find_bottlenecks(module)):
-            if tuple(name for names in block_names(stacks) for name in names) == plan.blocks:
-                blocks = [block for stack in stacks for block in stack.blocks]
-                return {b.name: b.modules if isinstance(b, Block) else (b.module,) for b in blocks}
-    return {}
 
 
 SLACK = 2.0
@@ -337,8 +325,8 @@ class _Proof:
         if not is_bitwise:
             _without_dropout(without_wrapper(self.model))
         # A counter inside compiled code would be compiled too.
-        counted = self.handle.plan if is_bitwise else None
-        with reducer_of_its_own(self.model), count_block_runs(self.model, counted) as runs:
+        counted = self.handle.blocks if is_bitwise else ()
+        with reducer_of_its_own(self.model), count_block_runs(counted) as runs:
             return replace(capture(self.model, self.step(), self.state), block_runs=dict(runs))
 
 

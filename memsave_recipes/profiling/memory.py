@@ -21,6 +21,7 @@ from pynvml import NVMLError, nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGe
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memsave_recipes.activations.blocks import Block, Layer
 from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import persistent_tensors
@@ -161,10 +162,6 @@ def write_snapshot(path: Path) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-Ends = tuple[nn.Module, nn.Module]
-"""The first and the last module of a block; the same one where the block is a module."""
-
-
 class SavedTensors:
     """``with SavedTensors(model) as saved: loss = ...`` and then ``saved.num_bytes``.
 
@@ -216,11 +213,11 @@ class ForwardMeter:
     """Counts the bytes that the first forward of ``model`` inside its context saves, and in which blocks.
 
     Args:
-        blocks: in the order of the forward (``find_blocks``). They must keep everything: tensors inside a recomputed
-            block are not seen.
+        blocks: in the order of the forward, as ``PlanHandle`` has them. They must keep everything: tensors inside a
+            recomputed block are not seen.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Ends] = ()) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[Block | Layer] = ()) -> None:
         self._model = model
         self._blocks = blocks
         self._saved = SavedTensors(model)
@@ -257,9 +254,9 @@ class ForwardMeter:
             self._model.register_forward_hook(lambda *_: setattr(self, "_has_ended", True)),
             self._model.register_forward_hook(self._stop, always_call=True),
         ]
-        for first, last in self._blocks:
-            self._handles.append(first.register_forward_pre_hook(self._enter_block))
-            self._handles.append(last.register_forward_hook(self._leave_block))
+        for block in self._blocks:
+            self._handles.append(block.modules[0].register_forward_pre_hook(self._enter_block))
+            self._handles.append(block.modules[-1].register_forward_hook(self._leave_block))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -288,22 +285,3 @@ class ForwardMeter:
         if self._counting:
             saved = self._saved.storages
             self._in_blocks.append({storage: saved[storage] for storage in saved.keys() - self._before_block})
-
-
-def find_blocks(model: nn.Module, names: Sequence[str]) -> list[Ends]:
-    """Find the ends of a plan's blocks, such as ``features.0..2``, anywhere inside wrappers of a model.
-
-    Empty where the blocks are no modules.
-    """
-    for root in model.modules():
-        try:
-            return [_ends(root, name) for name in names]
-        except AttributeError:
-            continue
-    return []
-
-
-def _ends(root: nn.Module, name: str) -> Ends:
-    first, _, last = name.partition("..")
-    siblings, dot, _ = first.rpartition(".")
-    return root.get_submodule(first), root.get_submodule(f"{siblings}{dot}{last}" if last else first)

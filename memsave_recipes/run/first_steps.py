@@ -20,7 +20,6 @@ from memsave_recipes.equivalence import Verdict, use_deterministic_kernels, veri
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, break_down_peak
 from memsave_recipes.profiling.memory import (
     ForwardMeter,
-    find_blocks,
     is_out_of_memory,
     peak_rss_bytes,
     read_device_memory,
@@ -169,9 +168,10 @@ class MemoryWatch:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self.steps, self.layout = batches.steps, batches.layout
         self.metered_step, self.instrumented_step = full_steps(batches.steps, batches.order)
-        self.settings = settings or RunSettings(folder=Path(), flags={}, blocks=())
+        self.settings = settings or RunSettings(folder=Path(), flags={})
         self.on_cpu = accelerator.device.type == "cpu"
-        self.forward_meter = ForwardMeter(model, find_blocks(model, self.settings.blocks))
+        self.planned = self.settings.planned
+        self.forward_meter = ForwardMeter(model, self.settings.blocks)
         self.breakdown: MemoryBreakdown | None = None
         self.figures: dict[str, int] = {}  # the largest so far, in bytes
         recorded_steps = self.steps[: self.settings.flags.get("memory_snapshot") or 0]
@@ -207,7 +207,8 @@ class MemoryWatch:
 
     def end_step(self, step: int) -> None:
         """Write ``--memory_snapshot`` if ``step`` is the last one of it, which takes a while."""
-        if self.settings.compiles and step < self.instrumented_step and not self.on_cpu:
+        compiles = self.planned.plan.compiled_memory_ratio is not None
+        if compiles and step < self.instrumented_step and not self.on_cpu:
             torch.accelerator.reset_peak_memory_stats(self.accelerator.device)
         if step == self.last_recorded_step:
             write_snapshot(self.settings.snapshot_path(self.accelerator.process_index))
@@ -250,7 +251,7 @@ class MemoryWatch:
 
     def prediction(self, peak_bytes: float) -> dict[str, float]:
         """Return the predicted peak and its error against that of a step; nothing where either is unknown."""
-        predicted = self.settings.predicted_peak_bytes
+        predicted = self.planned.predicted_peak_bytes
         if predicted is None or not peak_bytes:
             return {}
         error = 100 * (predicted - peak_bytes) / peak_bytes

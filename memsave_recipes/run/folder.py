@@ -6,7 +6,7 @@ full disk costs nothing: ``--resume`` writes the rest.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from memsave_recipes.activations.blocks import Block, Layer
 from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
 from memsave_recipes.checkpoints.commit import (
     TEMPORARY,
@@ -70,6 +71,7 @@ def begin_run(
     work: str,
     flags: dict[str, Any],
     planned: RunPlan,
+    blocks: Sequence[Block | Layer] = (),
     layout: BatchLayout,
     resumed: Resumed | None = None,
 ) -> RunSettings:
@@ -116,14 +118,7 @@ def begin_run(
         first_step=resumed.step + 1 if resumed else 1,
     )
     start_trackers(accelerator, labels)
-    return RunSettings(
-        folder=folder,
-        name=name,
-        flags=flags,
-        blocks=plan.blocks,
-        compiles=plan.compiled_memory_ratio is not None,
-        predicted_peak_bytes=planned.predicted_peak_bytes,
-    )
+    return RunSettings(folder=folder, name=name, flags=flags, planned=planned, blocks=blocks)
 
 
 def earlier_names(earlier: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -5,19 +5,22 @@ It allocates nothing on the full device: it uses earlier measurements, the shape
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memsave_recipes.activations.blocks import Block, Layer
 from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.planner.savings import Saving, Setup, savings_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
+from memsave_recipes.plans import plan_for
 from memsave_recipes.profiling.breakdown import persistent_tensors
 from memsave_recipes.profiling.memory import read_device_use, write_snapshot
+from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.sharding import is_sharded
 from memsave_recipes.step.settings import AUTO, StepSettings
 from memsave_recipes.text import format_bytes, spaced, to_gib
@@ -26,6 +29,7 @@ from memsave_recipes.training.launch import device_name
 if TYPE_CHECKING:
     from memsave_recipes.run.first_steps import MemoryWatch
 
+UNPLANNED = RunPlan(plan_for("none", ()))
 VIEWER = "https://pytorch.org/memory_viz"
 HEADLINE_OF_SAVINGS = "what to change, how much it can free at the peak of a step, and the loss curve then:"
 NO_SAVINGS_IN_SHARDS = (
@@ -41,16 +45,13 @@ class RunSettings:
     Args:
         flags: all flags of the recipe, with their values.
         blocks: those of its plan.
-        compiles: whether the plan compiles some of them.
-        predicted_peak_bytes: of a plan for a budget.
         name: in dashboards.
     """
 
     folder: Path
     flags: dict[str, Any]
-    blocks: tuple[str, ...]
-    compiles: bool = False
-    predicted_peak_bytes: int | None = None
+    planned: RunPlan = UNPLANNED
+    blocks: Sequence[Block | Layer] = ()
     name: str = ""
 
     def snapshot_path(self, rank: int) -> Path:

@@ -63,6 +63,7 @@ class TrainingRun:
             work=work,
             flags=self.run.flags,
             planned=prepared.planned,
+            blocks=prepared.handle.blocks,
             layout=self.batches.layout,
             resumed=resumed,
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from memsave_recipes.activations import find_stacks
-from memsave_recipes.activations.blocks import Block, CalledLayers, Layer, Stack
+from memsave_recipes.activations.blocks import CalledLayers, Stack
 from memsave_recipes.activations.tiles import is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
@@ -62,7 +62,7 @@ def units_of(model: nn.Module, plan: Plan, flag: str) -> list[Unit]:
 def modules_outside_blocks(model: nn.Module) -> list[str]:
     """The names of modules that are units, or parts of one, and no blocks: rule 2 of NOTE [ units ]."""
     stacks = find_stacks(model)
-    blocks = [Unit(_modules(block)) for stack in stacks for block in stack.blocks]
+    blocks = [Unit(block.modules) for stack in stacks for block in stack.blocks]
     names = _names_of(model)
     return [names[module] for unit in _units_outside(model, stacks, blocks) for module in unit.modules]
 
@@ -162,12 +162,8 @@ def _groups(stacks: list[Stack], plan: Plan) -> Iterator[list[nn.Module]]:
         groups: dict[str, list[nn.Module]] = {}
         for block in stack.blocks:
             name = first_of.get(block.name, block.name) if isinstance(stack, CalledLayers) else block.name
-            groups.setdefault(name, []).extend(_modules(block))
+            groups.setdefault(name, []).extend(block.modules)
         yield from groups.values()
-
-
-def _modules(block: Block | Layer) -> tuple[nn.Module, ...]:
-    return block.modules if isinstance(block, Block) else (block.module,)
 
 
 def _with_weights(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -190,7 +186,7 @@ def _names_of(model: nn.Module) -> dict[nn.Module, str]:
 
 def _blocks_of(model: nn.Module) -> dict[nn.Module, str]:
     """The name of the block that a module is, or is a part of."""
-    return {module: block.name for stack in find_stacks(model) for block in stack.blocks for module in _modules(block)}
+    return {module: block.name for stack in find_stacks(model) for block in stack.blocks for module in block.modules}
 
 
 def _tail(model: nn.Module, stacks: list[Stack], inside: Collection[nn.Module]) -> list[nn.Module]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.profiling.breakdown import break_down_peak
-from memsave_recipes.profiling.memory import ForwardMeter, SavedTensors, find_blocks
+from memsave_recipes.profiling.memory import ForwardMeter, SavedTensors
 
 CPU = torch.device("cpu")
 
@@ -47,6 +47,11 @@ def chain(widths):
     return nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
 
 
+def blocks_of(model):
+    with apply_plan(model, plan_blocks(model, "none")) as handle:
+        return handle.blocks
+
+
 def test_only_the_first_forward_counts():
     model = chain([4, 8])
     with ForwardMeter(model) as meter:
@@ -59,8 +64,7 @@ def test_only_the_first_forward_counts():
 
 def test_recomputation_frees_what_the_blocks_save_but_their_inputs_and_one_of_them():
     model = chain([4, 8, 8, 2])
-    blocks = [(block, block) for block in model]
-    with ForwardMeter(model, blocks) as meter:
+    with ForwardMeter(model, blocks_of(model)) as meter:
         model(torch.randn(3, 4)).sum().backward()
     image, wide, narrow = 3 * 4 * 4, 3 * 8 * 4, 3 * 2 * 4
     assert meter.num_bytes == image + 2 * wide + narrow
@@ -68,7 +72,7 @@ def test_recomputation_frees_what_the_blocks_save_but_their_inputs_and_one_of_th
 
     inner = [nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(3)]
     model = nn.Sequential(*inner)
-    with ForwardMeter(model, [(block, block) for block in model]) as meter:
+    with ForwardMeter(model, blocks_of(model)) as meter:
         model(torch.randn(3, 8)).sum().backward()
     assert meter.freed_by_recomputation_bytes == 2 * 3 * 64 * 4
 
@@ -80,7 +84,7 @@ def test_a_forward_that_fails_is_known_as_far_as_it_came():
         raise torch.OutOfMemoryError("no memory")
 
     model[2].register_forward_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError), ForwardMeter(model, [(block, block) for block in model]) as meter:
+    with pytest.raises(torch.OutOfMemoryError), ForwardMeter(model, blocks_of(model)) as meter:
         model(torch.randn(3, 4))
     assert meter.num_bytes == 3 * 4 * 4 + 2 * 3 * 8 * 4
     assert meter.freed_by_recomputation_bytes is None  # it frees nothing so far, which may change
@@ -90,18 +94,11 @@ def test_a_forward_that_fails_is_known_as_far_as_it_came():
 
 
 @pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "vit", "gpt2"])
-def test_the_blocks_of_a_plan_are_found_inside_wrappers(make_case, name):
+def test_an_applied_plan_knows_its_blocks(make_case, name):
     model = make_case(name).model
     plan = plan_blocks(model, "full")
-    wrapped = nn.Sequential(nn.Sequential(nn.Identity(), model))
-    assert find_blocks(wrapped, plan.blocks) == find_blocks(model, plan.blocks)
-    assert len(find_blocks(model, plan.blocks)) == len(plan.blocks)
-
-
-def test_blocks_that_are_no_modules_are_none(make_case):
-    model = make_case("densenet_small").model
-    assert find_blocks(model, plan_blocks(model, "bottleneck").blocks) == []
-    assert find_blocks(model, ()) == []
+    with apply_plan(model, plan) as handle:
+        assert tuple(block.name for block in handle.blocks) == plan.blocks
 
 
 @pytest.mark.parametrize("name", ["densenet_small", "vit", "gpt2"])
@@ -119,7 +116,7 @@ def test_the_prediction_is_what_full_recomputation_frees(make_case, name):
             return case.loss_of(case.model, case.batch)
 
         if strategy == "none":
-            with ForwardMeter(case.model, find_blocks(case.model, plan.blocks)) as meter:
+            with ForwardMeter(case.model, blocks_of(case.model)) as meter:
                 loss().backward()
             optimizer.zero_grad()
         with apply_plan(case.model, plan), break_down_peak(case.model, optimizer, CPU) as peak:

@@ -240,7 +240,7 @@ def record_three_steps(accelerator):
     calls = []
     first_steps.record_history = lambda: calls.append("record")
     first_steps.write_snapshot = lambda path: calls.append(str(path))
-    settings = RunSettings(folder=Path("out"), flags={"memory_snapshot": 3}, blocks=())
+    settings = RunSettings(folder=Path("out"), flags={"memory_snapshot": 3})
     report = make_report(accelerator, first_step=4, num_steps=9, settings=settings)
     made_before = []
     for step in report.batches.steps:

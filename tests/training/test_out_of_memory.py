@@ -10,6 +10,7 @@ import torch
 from memory_budget import CUDA_WORDS, Budget
 from torch import nn
 
+from memsave_recipes.activations.blocks import Layer
 from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.run import failures, out_of_memory
@@ -49,8 +50,9 @@ def fail_in(accelerator, *, step, budget, flags=FLAGS, inference_first=False):
         seed=0,
     )
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
+    blocks = [Layer(str(number), layer) for number, layer in enumerate(model)]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
-    settings = RunSettings(folder=Path("out"), flags=flags, blocks=tuple(str(block) for block in range(LAYERS)))
+    settings = RunSettings(folder=Path("out"), flags=flags, blocks=blocks)
     report = RunReport(accelerator, batches, model, optimizer, settings)
 
     def train_step(batch):
@@ -213,7 +215,7 @@ def test_an_unforeseen_error_keeps_its_traceback():
 def snapshot_line(device, monkeypatch, write):
     monkeypatch.setattr(out_of_memory, "write_snapshot", write)
     accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
-    settings = RunSettings(folder=Path("out"), flags={}, blocks=())
+    settings = RunSettings(folder=Path("out"), flags={})
     return out_of_memory.snapshot_line(SimpleNamespace(accelerator=accelerator, settings=settings))
 
 
