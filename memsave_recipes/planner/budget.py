@@ -30,6 +30,7 @@ from memsave_recipes.plans.plan import (
     UNIFORM_STRATEGIES,
     offloads,
 )
+from memsave_recipes.plans.prediction import Prediction, SpanPrediction
 from memsave_recipes.plans.shards import Shards, communication_s, peak_in_shards
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
@@ -310,6 +311,30 @@ class Forecast:
     def noise_s(self) -> float:
         """The error of ``micro_batch_s``, as the measured times of the blocks vary; 0 of estimates."""
         return self.chain.noise_s + self._simulated.noise_s
+
+    @property
+    def prediction(self) -> Prediction:
+        """The same as plain figures."""
+        kept = [costs.held_bytes for costs in span_costs(self.chain, keep_all(self.chain))]
+        spans = (
+            SpanPrediction(
+                blocks="..".join(dict.fromkeys((self.plan.blocks[span.start], self.plan.blocks[span.stop - 1]))),
+                action=str(span.action),
+                saved_bytes=costs.held_bytes,
+                baseline_bytes=sum(kept[span.start : span.stop]),
+                added_s=costs.added_s,
+            )
+            for span, costs in zip(self.plan.spans, span_costs(self.chain, self.plan), strict=True)
+        )
+        return Prediction(
+            peak_bytes=self.peak.total_bytes,
+            baseline_peak_bytes=self.baseline_peak_bytes,
+            baseline_s=self.baseline_s,
+            added_s=self.added_s,
+            noise_s=self.noise_s,
+            host_bytes=self.host_bytes,
+            spans=tuple(spans),
+        )
 
     @cached_property
     def _simulated(self) -> Simulation:

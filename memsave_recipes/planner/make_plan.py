@@ -38,7 +38,6 @@ from memsave_recipes.planner.trial_step import (
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.prediction import Prediction
-from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, ProgressBar, gib_that_suffice, to_gib
@@ -136,7 +135,7 @@ def plan_step(
         if budget_gib is None:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
         found = _planned(workload, strategy, int(budget_gib * GIB), static, progress, ranks)
-        return replace(found.plan, prediction=prediction_of(found.chain, found.plan))
+        return replace(found.plan, prediction=found.prediction)
     model, stacks = workload.model, workload.stacks
     refuse_compiled(model)
     running = running_blocks(model, stacks, workload.forward, workload.device)
@@ -189,8 +188,8 @@ def _predicted(
         return None
     plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
     measured = _measured(workload, plans, progress, ranks)
-    chain = static.added_to(measured.chain_under(plan))
-    return prediction_of(chain, plan) if plan.blocks == chain.decided_names else None
+    found = Forecast(plan=plan, chain=static.added_to(measured.chain_under(plan)))
+    return found.prediction if plan.blocks == found.chain.decided_names else None
 
 
 def _planned(

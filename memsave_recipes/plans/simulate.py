@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from memsave_recipes.plans.chain import BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span, plan_for
-from memsave_recipes.plans.prediction import Prediction, SpanPrediction
 
 PINNING = 8  # pinning wastes at most one part in so many
 Storages = dict[str, int]
@@ -301,28 +300,3 @@ def _point(
 
 def _total(storages: Storages) -> int:
     return sum(storages.values())
-
-
-def prediction_of(chain: Chain, plan: Plan) -> Prediction:
-    """Predict a step under ``plan`` by the costs in ``chain``."""
-    simulated, baseline = simulate(chain, plan), keep_all(chain)
-    kept = [costs.held_bytes for costs in span_costs(chain, baseline)]
-    spans = (
-        SpanPrediction(
-            blocks="..".join(dict.fromkeys((plan.blocks[span.start], plan.blocks[span.stop - 1]))),
-            action=str(span.action),
-            saved_bytes=costs.held_bytes,
-            baseline_bytes=sum(kept[span.start : span.stop]),
-            added_s=costs.added_s,
-        )
-        for span, costs in zip(plan.spans, span_costs(chain, plan), strict=True)
-    )
-    return Prediction(
-        peak_bytes=simulated.peak_bytes,
-        baseline_peak_bytes=simulate(chain, baseline).peak_bytes,
-        baseline_s=sum(block.forward_s + block.backward_s for block in chain.blocks),
-        added_s=simulated.added_s,
-        noise_s=chain.noise_s + simulated.noise_s,
-        host_bytes=simulated.host_bytes,
-        spans=tuple(spans),
-    )

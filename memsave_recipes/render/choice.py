@@ -14,7 +14,7 @@ from rich.text import Text
 from memsave_recipes.planner.budget import WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
 from memsave_recipes.plans.plan import Action, Plan, Span
-from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
+from memsave_recipes.plans.prediction import SpanPrediction
 from memsave_recipes.render import new_table, show_all
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
@@ -243,32 +243,23 @@ def summarize(forecast: Forecast, budget_bytes: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Row:
-    blocks: str
-    action: str
-    saved_bytes: int
-    baseline_bytes: int
-    added_s: float
-
-
-def _rows(forecast: Forecast) -> Iterator[_Row]:
+def _rows(forecast: Forecast) -> Iterator[SpanPrediction]:
     """Yield a row for consecutive spans of the same action, length and costs."""
-    chain, plan = forecast.chain, forecast.plan
-    baseline = [costs.held_bytes for costs in span_costs(chain, keep_all(chain))]
-    costed = zip(plan.spans, span_costs(chain, plan), strict=True)
+    plan = forecast.plan
 
-    def shared(one: tuple[Span, SpanCosts]) -> tuple[Action, int, int, int]:
+    def shared(one: tuple[Span, SpanPrediction]) -> tuple[Action, int, int, int]:
         span, costs = one
-        return span.action, span.stop - span.start, sum(baseline[span.start : span.stop]), costs.held_bytes
+        return span.action, span.stop - span.start, costs.baseline_bytes, costs.saved_bytes
 
-    for (_, _, baseline_bytes, held_bytes), group in groupby(costed, key=shared):
+    for (_, _, baseline_bytes, saved_bytes), group in groupby(
+        zip(plan.spans, forecast.prediction.spans, strict=True), key=shared
+    ):
         alike = list(group)
         first, last = alike[0][0], alike[-1][0]
-        yield _Row(
+        yield SpanPrediction(
             blocks=_block_names(plan, first.start, last.stop),
             action=_action_name(first, len(alike)),
-            saved_bytes=held_bytes * len(alike),
+            saved_bytes=saved_bytes * len(alike),
             baseline_bytes=baseline_bytes * len(alike),
             added_s=sum(costs.added_s for _, costs in alike),
         )

@@ -32,7 +32,6 @@ from memsave_recipes.planner.search import Candidate, Choice, host_line, open_la
 from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
 from memsave_recipes.step.batch_layout import BatchLayout
@@ -116,7 +115,7 @@ def test_the_noise_is_printed_where_there_is_any():
     one = with_noise(candidate(word="full"), 0.1).forecast  # 24 s and 8 s, 0.8 s of noise
     assert "32000.0 ms ± 800.0 ms (baseline: 24000.0 ms, x1.33)" in summarize(one, 10**9)
     assert "±" not in summarize(candidate(word="full").forecast, 10**9)
-    prediction = prediction_of(one.chain, one.plan)
+    prediction = one.prediction
     assert json.loads(prediction.to_json())["noise_s"] == pytest.approx(0.8)
     assert "32000.0 ms ± 800.0 ms (baseline 24000.0 ms)" in str(prediction)
 
