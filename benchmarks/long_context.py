@@ -182,7 +182,7 @@ def fake_bytes(training: Training, length: int) -> int:
         training.step(tokens)
         meter.mark()
 
-    instruments = FakeInstruments(lambda *_: 0.0, on_cpu=True)
+    instruments = FakeInstruments(torch.device("cpu"), seconds_of=lambda *_: 0.0)
     with training.model.lm_head.weight.fake_mode, simulated_offloading(find_target("a100"), instruments.clock):
         if not training.optimizer.state:
             training.step(training.tokens(STEP_TOKENS))

@@ -92,9 +92,8 @@ class Estimator:
     def __init__(self, model: nn.Module, target: Target, autocast_dtype: torch.dtype | None = None) -> None:
         self.target = target
         self.autocast_dtype = autocast_dtype
-        on_cpu = target.device_type == "cpu"
-        workspace_of = Workspaces().of if on_cpu else cuda_workspace
-        self._instruments = FakeInstruments(target.seconds, workspace_of, on_cpu=on_cpu)
+        workspace_of = Workspaces().of if target.device_type == "cpu" else cuda_workspace
+        self._instruments = FakeInstruments(target.device, seconds_of=target.seconds, workspace_of=workspace_of)
         self._kinds = cache(partial(kinds_of, model))
 
     def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:

@@ -184,21 +184,21 @@ class SimulatedClock:
     now: float = 0.0
 
 
-@dataclass(frozen=True)
-class FakeInstruments:
+@dataclass(frozen=True, kw_only=True)
+class FakeInstruments(DeviceInstruments):
     """Readings of steps on fake tensors: the same every time, bytes and seconds in one run.
+
+    On a CPU states of the generator that checkpoints keep count, and numbers that autograd saves: they are on no other
+    device.
 
     Args:
         workspace_of: an operator's kernel; without it none has any.
-        on_cpu: whether the memory that is read is the host's: states of the generator that checkpoints keep, and
-            numbers that autograd saves, are in no other.
         clock: runs while a step is read.
         known: operators of the model whose steps are read, which earlier readings may share.
     """
 
     seconds_of: SecondsOf
     workspace_of: WorkspaceOf | None = None
-    on_cpu: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     known: "KnownOperators" = field(default_factory=lambda: KnownOperators())
     repetitions: int = 0
@@ -209,10 +209,6 @@ class FakeInstruments:
         with operators, operators.seeing_random_states() if self.on_cpu else nullcontext():
             step(operators)
         return operators.readings
-
-    def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """Return the seconds of ``read_memory``."""
-        return [reading.seconds or 0.0 for reading in self.read_memory(step)[1:]]
 
 
 class _Operators(TorchDispatchMode):

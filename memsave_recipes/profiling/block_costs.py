@@ -37,7 +37,7 @@ from memsave_recipes.plans.chain import Chain, allocated_bytes
 from memsave_recipes.plans.plan import as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter, Part, StepTracer
 
 AGREE, MOST_ROUNDS, MOST_S = 0.01, 4, 10.0
 """Of NOTE [ rounds ]."""
@@ -158,7 +158,7 @@ def measure(
     workload: Workload,
     plans: Sequence[Plan],
     *,
-    instruments: Instruments | None = None,
+    instruments: DeviceInstruments | None = None,
     host_budget_bytes: int | None = None,
     on_run: Callable[[], Any] = lambda: None,
     most_s: float = MOST_S,
@@ -298,7 +298,7 @@ class _Run:
 
     workload: Workload
     plan: Plan
-    instruments: Instruments
+    instruments: DeviceInstruments
     on_run: Callable[[], Any]
 
     def trace(self) -> StepTrace:

@@ -54,38 +54,27 @@ class Meter(Protocol):
         """Read a boundary."""
 
 
-class Instruments(Protocol):
-    """Read the steps that are passed to them; a step gets a meter, on which it marks its boundaries."""
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether bytes are those of the host's memory, whose tensors are no whole blocks."""
-
-    @property
-    def repetitions(self) -> int:
-        """Timed runs at least; 0 where the readings of memory have the seconds, and nothing has to warm up."""
-
-    def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
-        """Return a reading for each boundary; bytes are counted from where the step begins."""
-
-    def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """Return the seconds between the boundaries, one fewer than there are."""
-
-
 @dataclass(frozen=True)
 class DeviceInstruments:
-    """Readings of steps that run on a device."""
+    """Readings of steps that run on a device; a step gets a meter, on which it marks its boundaries.
+
+    Args:
+        repetitions: timed runs at least; 0 where the readings of memory have the seconds, and nothing has to warm up.
+    """
 
     device: torch.device
     repetitions: int = 5
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device is a CPU."""
+        """Whether bytes are those of the host's memory, whose tensors are no whole blocks."""
         return self.device.type == "cpu"
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
-        """Read the allocator's statistics, or, on a CPU, torch's profiler."""
+        """Return a reading for each boundary, by the allocator's statistics or, on a CPU, torch's profiler.
+
+        Bytes are counted from where the step begins.
+        """
         if self.on_cpu:
             return _read_profile(step)
         meter = _AllocatorMeter(self.device)
@@ -93,7 +82,7 @@ class DeviceInstruments:
         return meter.readings
 
     def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """Read the host's clock on a CPU; elsewhere events in the device's own stream."""
+        """Return the seconds between the boundaries, by the host's clock on a CPU, else by events in the own stream."""
         clock = _HostClock() if self.on_cpu else _DeviceClock(self.device)
         step(clock)
         return clock.intervals_s()

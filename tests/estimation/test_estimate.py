@@ -291,7 +291,7 @@ def test_results_are_made_again_as_new_tensors_as_views_and_as_arguments():
         meter.mark()
 
     with FakeTensorMode():
-        fake_step.FakeInstruments(A100.seconds).read_memory(step)
+        fake_step.FakeInstruments(A100.device, seconds_of=A100.seconds).read_memory(step)
 
 
 def test_results_are_made_again_from_other_parts_of_a_tensor():
@@ -306,7 +306,7 @@ def test_results_are_made_again_from_other_parts_of_a_tensor():
         meter.mark()
 
     with FakeTensorMode():
-        fake_step.FakeInstruments(A100.seconds).read_memory(step)
+        fake_step.FakeInstruments(A100.device, seconds_of=A100.seconds).read_memory(step)
 
 
 def test_ties_buffers_and_adapters_survive():

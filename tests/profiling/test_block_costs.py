@@ -291,7 +291,7 @@ def test_on_paper_the_peaks_are_those_of_the_device(make_case, name):
     chain = measure(real, [keep]).chain()
     with mode:
         fake = workload_of(model, case.loss_of, batch)
-        instruments = FakeInstruments(lambda *_: 0.0, Workspaces().of, on_cpu=True)
+        instruments = FakeInstruments(CPU, seconds_of=lambda *_: 0.0, workspace_of=Workspaces().of)
         on_paper = measure(fake, [keep], instruments=instruments).chain()
     assert on_paper.resident_bytes == chain.resident_bytes
     for strategy in ("none", "full", "segments:3"):
@@ -305,7 +305,9 @@ def test_on_paper_time_is_that_of_the_operators():
     with mode:
         model, batch = nn.Sequential(nn.Linear(256, 256, bias=False)), torch.randn(64, 256)
         workload = workload_of(model, lambda model, batch: model(batch).sum(), batch)
-        instruments = FakeInstruments(lambda operation, dtype, flops, num_bytes: flops / 1e6)
+        instruments = FakeInstruments(
+            torch.device("cuda"), seconds_of=lambda operation, dtype, flops, num_bytes: flops / 1e6
+        )
         chain = measure(workload, [plan_for("none", workload.stacks)], instruments=instruments).chain()
     block = next(block for block in chain.blocks if block.stack is not None)
     assert block.forward_s == pytest.approx(2 * 64 * 256 * 256 / 1e6)
