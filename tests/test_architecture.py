@@ -29,7 +29,7 @@ TABLE = {
         {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     ),
     "inference": ({"data", "models"}, {"torch", "transformers", "PIL"}),
-    "activations": ({"plans"}, {"psutil", "torch", "transformers"}),
+    "activations": ({"plans"}, {"numpy", "psutil", "torch", "transformers"}),
     "sharding": ({"activations", "plans"}, {"accelerate", "torch"}),
     "step": ({"plans", "sharding"}, {"torch", "transformers", "bitsandbytes"}),
     "exact": ({"activations", "plans", "step"}, {"torch"}),

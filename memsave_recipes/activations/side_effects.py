@@ -2,30 +2,35 @@
 
 NOTE [ side effects ]
 1. A block under a plan runs a second time in the backward. It then has to find what it found the first time, and what
-   it changes must not count twice. So what its modules hold is compared before and after its first run.
-2. Attributes that it sets anew, and lists, dicts and sets among them, are put back for the second run. What the first
-   run has made of them stays in the end.
-3. Lists, dicts and sets that it is given: its first run gets the caller's own, and each later one a copy of what was in
-   them before (``LayerCall``).
+   it changes must not count twice. So what its modules and their classes hold, and what it is given, is compared before
+   and after its first run.
+2. Attributes that it sets anew, and lists, dicts and sets among them, are put back for the second run, as are the
+   random numbers of Python and numpy. What the first run has made of them stays in the end.
+3. Lists and dicts that it is given: its first run gets the caller's own, and each later one a copy of what was in them
+   before (``LayerCall``). A set is refused where it changes, as a copy may yield its members in another order.
 4. Tensors that it writes on are refused: a copy of each would take the memory that a plan saves. BatchNorm's are not
    among them (NOTE [ statistics once ]), nor are parameters in shards, which FSDP2 gathers and frees around a module.
 5. torch counts the writes on a tensor, but not those by way of ``.data``, as published code has them for codebooks and
    teachers. So in the first run of all, the bits of every tensor are added up before and after. That run also looks at
-   the generators of random numbers and at the objects of a module's own, which are refused where they change.
+   objects (arrays, generators, iterators, functions, modules that are not registered) and at all that these hold. They
+   are refused where they change. Known limits: global variables, and tensors above ``MAX_BYTES`` in objects.
 6. After ``ENOUGH`` first runs in a row without a change, in the modes of training and evaluation that its modules are
    in, a block is looked at for writes on its buffers alone.
 """
 
 import copy
 import random
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,6 +42,14 @@ from memsave_recipes.errors import InputError
 CONTAINERS = (list, dict, set, deque)
 OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
+SEQUENCES = (list, tuple, deque)
+PLAIN = (int, float, complex, str, bytes, type(None))
+OPAQUE = (type, ModuleType)
+"""Of which an object holds no state of its own."""
+MAX_THINGS = 10_000
+"""In an object, with all that it holds."""
+MAX_BYTES = 2**26
+"""Of a tensor in an object, or that a block is given, whose bits are added up."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
 CHUNK = 2**16
@@ -44,6 +57,24 @@ CHUNK = 2**16
 KINDS, ATTRIBUTE = ("parameter", "buffer"), "tensor"
 """Of tensors, as messages call them."""
 ABSENT = object()
+
+
+def _state_of_numpy() -> tuple[Any, ...]:
+    """As values that can be compared."""
+    kind, keys, *others = np.random.get_state()
+    return kind, np.asarray(keys).tobytes(), *others
+
+
+def _set_state_of_numpy(state: tuple[Any, ...]) -> None:
+    kind, keys, *others = state
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *others))
+
+
+RANDOM: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[tuple[Any, ...]], None]]] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (_state_of_numpy, _set_state_of_numpy),
+}
+"""The generators that all blocks share and torch does not put back: how their states are read and set."""
 ENOUGH = 32
 """First runs of a block by which it shows that it changes nothing."""
 _LOOKED_AT: WeakSet[nn.Module] = WeakSet()
@@ -78,11 +109,15 @@ def _is_same(now: Any, before: Any) -> bool:
     return isinstance(now, set | int | float | str | bytes) and now == before
 
 
+Owner = nn.Module | type | None
+"""Of attributes: a module or its class; ``None`` of a generator in ``RANDOM``."""
+
+
 @dataclass(frozen=True)
 class _Change:
     """An attribute that a run has changed, and what it held before; ``ABSENT`` where there was none."""
 
-    layer: nn.Module
+    owner: Owner
     name: str
     before: Any
 
@@ -90,21 +125,49 @@ class _Change:
 @contextmanager
 def _as_before(changes: Iterable[_Change]) -> Iterator[None]:
     """Inside, attributes are what they were before they changed; then what they are now."""
-    now = [(change.layer, change.name, vars(change.layer).get(change.name, ABSENT)) for change in changes]
+    now = [(change.owner, change.name, _get(change.owner, change.name)) for change in changes]
     for change in changes:
-        _set(change.layer, change.name, copied(change.before))
+        _set(change.owner, change.name, copied(change.before))
     try:
         yield
     finally:
-        for layer, name, value in now:
-            _set(layer, name, value)
+        for owner, name, value in now:
+            _set(owner, name, value)
 
 
-def _set(layer: nn.Module, name: str, value: Any) -> None:
-    if value is ABSENT:
-        vars(layer).pop(name, None)
+def _get(owner: Owner, name: str) -> Any:
+    return RANDOM[name][0]() if owner is None else vars(owner).get(name, ABSENT)
+
+
+def _set(owner: Owner, name: str, value: Any) -> None:
+    if owner is None:
+        RANDOM[name][1](value)
+    elif isinstance(owner, type):
+        if value is not ABSENT:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
+    elif value is ABSENT:
+        vars(owner).pop(name, None)
     else:
-        vars(layer)[name] = value
+        vars(owner)[name] = value
+
+
+def _classes(layers: Iterable[nn.Module]) -> list[type]:
+    """The classes of ``layers`` and those that they inherit from, but for torch's and Python's."""
+    found = dict.fromkeys(kind for layer in layers for kind in type(layer).__mro__)
+    return [kind for kind in found if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")]
+
+
+def _attributes(owner: nn.Module | type) -> dict[str, Any]:
+    """Those that a forward may set: of a class, all but its methods and what Python keeps there."""
+    if isinstance(owner, nn.Module):
+        return vars(owner).copy()
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
 
 
 class SideEffects:
@@ -117,6 +180,7 @@ class SideEffects:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = list(dict.fromkeys(layer for module in modules for layer in module.modules()))
         self.kinds = ("buffer",) if any(isinstance(layer, FSDPModule) for layer in self.layers) else KINDS
+        self.owners: list[nn.Module | type] = [*self.layers, *_classes(self.layers)]
         self.with_buffers = [one for one in self.layers if one._buffers and not isinstance(one, _BatchNorm)]
         self.is_looked_at = False
         self.unchanged_runs: Counter[tuple[bool, ...]] = Counter()  # in a row, by the modes of the modules
@@ -124,9 +188,9 @@ class SideEffects:
 
     def _find_containers(self) -> None:
         self.containers = [
-            (layer, name)
-            for layer in self.layers
-            for name, value in vars(layer).items()
+            (owner, name)
+            for owner in self.owners
+            for name, value in _attributes(owner).items()
             if name not in OF_TORCH and isinstance(value, CONTAINERS)
         ]
 
@@ -153,7 +217,7 @@ class SideEffects:
             modes = tuple([layer.training for layer in self.layers])
             if self.unchanged_runs[modes] >= ENOUGH:
                 return self._watching_buffers(function, *inputs)
-            before = _State(self)
+            before = _State(self, getattr(function, "given", ()))
             outputs = function(*inputs)
             changes.extend(before.changes())
             self.is_looked_at = True
@@ -201,56 +265,62 @@ def undone(module: nn.Module) -> Iterator[list[Any]]:
     finally:
         found += before.changes()
         for change in found:
-            _set(change.layer, change.name, change.before)
+            _set(change.owner, change.name, change.before)
 
 
 class _State:
-    """What the modules of a block hold before a run."""
+    """What the modules of a block hold before a run, and what is in the arguments that it is ``given``."""
 
-    def __init__(self, block: SideEffects) -> None:
-        self.layers = block.layers
-        self.attributes = [vars(layer).copy() for layer in self.layers]
+    def __init__(self, block: SideEffects, given: Any = ()) -> None:
+        self.layers, self.owners, self.kinds = block.layers, block.owners, block.kinds
+        self.attributes = [_attributes(owner) for owner in self.owners]
         self.containers = [
-            (layer, name, held, copied(held))
-            for layer, name in block.containers
-            if (held := vars(layer).get(name)) is not None
+            (owner, name, held, copied(held))
+            for owner, name in block.containers
+            if (held := vars(owner).get(name)) is not None
         ]
-        self.tensors = list(_tensors(self.layers, block.kinds))
+        self.random = {name: get() for name, (get, _) in RANDOM.items()}
+        self.tensors = list(self._tensors())
+        self.given = [leaf for leaf in _leaves(given) if not isinstance(leaf, PLAIN)]
+        self.tensors_given = [(leaf, _version(leaf)) for leaf in self.given if isinstance(leaf, Tensor)]
         self.versions = [_version(tensor) for _, _, _, tensor in self.tensors]
         self.new = [] if block.is_looked_at else [layer for layer in self.layers if layer not in _LOOKED_AT]
         self.sums = self._sums() if self.new else []
-        self.others = [(layer, name, one, _state_of(one)) for layer, name, one in _objects(self.new)]
+        self.others = list(self._objects()) if self.new else []
 
     def changes(self) -> list[_Change]:
         """The attributes that have changed since.
 
         Raises:
-            InputError: rules 4 and 5.
+            InputError: rules 3, 4 and 5.
         """
-        for (layer, kind, name, tensor), version in zip(self.tensors, self.versions, strict=True):
-            is_replaced = kind != ATTRIBUTE and getattr(layer, f"_{kind}s").get(name) is not tensor
+        for (owner, kind, name, tensor), version in zip(self.tensors, self.versions, strict=True):
+            is_replaced = kind != ATTRIBUTE and getattr(owner, f"_{kind}s").get(name) is not tensor
             if is_replaced or _version(tensor) != version:
-                raise _refusal(layer, f"writes on its {kind} {name}")
+                raise _refusal(owner, f"writes on its {kind} {name}")
+        if any(_version(tensor) != version for tensor, version in self.tensors_given):
+            raise _refusal(self.layers[0], f"{_changes_a(self.tensors_given[0][0])} that it is given")
         self._look_closely()
         found = []
-        for layer, before in zip(self.layers, self.attributes, strict=True):
-            now = vars(layer)
+        for owner, before in zip(self.owners, self.attributes, strict=True):
+            now = _attributes(owner)
             if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
                 names = [name for name in before | now if now.get(name, ABSENT) is not before.get(name, ABSENT)]
-                found += [_Change(layer, name, before.get(name, ABSENT)) for name in names]
-        found += [_Change(layer, name, copy) for layer, name, held, copy in self.containers if not _is_same(held, copy)]
-        return found
+                found += [_Change(owner, name, before.get(name, ABSENT)) for name in names]
+        found += [_Change(owner, name, copy) for owner, name, held, copy in self.containers if not _is_same(held, copy)]
+        drawn = [name for name, state in self.random.items() if RANDOM[name][0]() != state]
+        return found + [_Change(None, name, self.random[name]) for name in drawn]
 
     def _look_closely(self) -> None:
         """Rule 5."""
         if not self.new:
             return
-        for (layer, kind, name, _), was, now in zip(self.tensors, self.sums, self._sums(), strict=True):
+        for (owner, kind, name, _), was, now in zip(self.tensors, self.sums, self._sums(), strict=True):
             if was != now:
-                raise _refusal(layer, f"writes on its {kind} {name}")
-        for layer, name, one, state in self.others:
-            if not _is_same(_state_of(one), state):
-                raise _refusal(layer, f"changes its {name}")
+                raise _refusal(owner, f"writes on its {kind} {name}")
+        for owner, what, one, state in self.others:
+            if self._state_of(one) != state:
+                raise _refusal(owner, what)
         if all(sums is not None for sums in self.sums):
             _LOOKED_AT.update(self.new)
 
@@ -258,19 +328,50 @@ class _State:
         with torch.no_grad(), _disable_current_modes():
             return [_sum_of_bits(tensor) for _, _, _, tensor in self.tensors]
 
+    def _state_of(self, value: Any) -> list[Any]:
+        with torch.no_grad(), _disable_current_modes():
+            return _state_of(value, self.kinds, known=self.layers)
 
-def _tensors(layers: Iterable[nn.Module], kinds: Collection[str]) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Those of ``layers`` with their kinds and names, without BatchNorm's statistics."""
-    for layer in layers:
-        for kind in kinds:
-            if kind == "buffer" and isinstance(layer, _BatchNorm):
-                continue
-            for name, tensor in getattr(layer, f"_{kind}s").items():
-                if tensor is not None:
-                    yield layer, kind, name, tensor
-        for name, value in vars(layer).items():
-            if isinstance(value, Tensor):
-                yield layer, ATTRIBUTE, name, value
+    def _tensors(self) -> Iterator[tuple[Owner, str, str, Tensor]]:
+        """Those of the modules with their kinds and names, without BatchNorm's statistics."""
+        for layer in self.layers:
+            for kind in self.kinds:
+                if kind == "buffer" and isinstance(layer, _BatchNorm):
+                    continue
+                for name, tensor in getattr(layer, f"_{kind}s").items():
+                    if tensor is not None:
+                        yield layer, kind, name, tensor
+        yield from ((owner, ATTRIBUTE, name, leaf) for owner, name, leaf in self._held() if isinstance(leaf, Tensor))
+
+    def _held(self) -> Iterator[tuple[Owner, str, Any]]:
+        """What attributes hold that are not torch's, also in lists and dicts."""
+        for owner, attributes in zip(self.owners, self.attributes, strict=True):
+            for name, value in attributes.items():
+                if name not in OF_TORCH and name != "forward":
+                    yield from ((owner, name, leaf) for leaf in _leaves(value) if not isinstance(leaf, PLAIN))
+
+    def _objects(self) -> Iterator[tuple[Owner, str, Any, list[Any]]]:
+        """Those that are held or given, what to say where they change, and their states now."""
+        held = ((owner, f"changes its {name}", one) for owner, name, one in self._held())
+        others = [found for found in held if not isinstance(found[2], Tensor | set)]
+        given = ((self.layers[0], f"{_changes_a(one)} that it is given", one) for one in self.given)
+        for owner, what, one in (*others, *given):
+            yield owner, what, one, self._state_of(one)
+
+
+def _changes_a(given: Any) -> str:
+    return "writes on a tensor" if isinstance(given, Tensor) else f"changes a {type(given).__name__}"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in lists, deques, dicts and tuples, at any depth."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, SEQUENCES):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
 
 
 def _version(tensor: Tensor) -> int:
@@ -288,26 +389,67 @@ def _sum_of_bits(tensor: Tensor) -> int | None:
     return sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 
-def _objects(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Generators of random numbers, and objects that have attributes of their own and are no modules."""
-    for layer in layers:
-        for name, value in vars(layer).items():
-            if name not in OF_TORCH and _state_of(value) is not None:
-                yield layer, name, value
+def _state_of(value: Any, kinds: Collection[str] = KINDS, known: Collection[nn.Module] = ()) -> list[Any]:
+    """What may change in an object and in all that it holds, as values that can be compared.
+
+    Args:
+        kinds: of tensors that are looked at in modules.
+        known: modules that are looked at elsewhere.
+    """
+    state: list[Any] = []
+    seen, left = {id(module): module for module in known}, [value]
+    while left and len(state) < MAX_THINGS:
+        one = left.pop()
+        state.append(one if isinstance(one, PLAIN) else type(one))
+        if isinstance(one, (*PLAIN, *OPAQUE)) or id(one) in seen:
+            continue
+        seen[id(one)] = one  # alive, so that no other object has its identity
+        if isinstance(one, Tensor):
+            state += [id(one), _version(one), _sum_of_bits(one) if one.nbytes <= MAX_BYTES else None]
+        else:
+            left += _parts(one, kinds)
+    return state
 
 
-def _state_of(value: Any) -> Any:
-    """What may change in an object; ``None`` where nothing may."""
+def _parts(value: Any, kinds: Collection[str]) -> Iterable[Any]:
+    """What an object holds: of most objects, what a pickle of it would hold."""
+    if isinstance(value, dict):
+        return [*value, *value.values(), *_vars_of(value)]
+    if isinstance(value, (set, frozenset, *SEQUENCES)):
+        return [*value, *_vars_of(value)]
+    if isinstance(value, nn.Module):
+        own = [one for name, one in vars(value).items() if name not in OF_TORCH and name != "forward"]
+        return [*(getattr(value, f"_{kind}s") for kind in kinds), *value.children(), *own]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        return [vars(value), value.__defaults__, value.__kwdefaults__, *map(_content, value.__closure__ or ())]
+    if isinstance(value, GeneratorType):
+        return [value.gi_frame and (value.gi_frame.f_lasti, value.gi_frame.f_locals)]
     if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, type | nn.Module | Tensor) or callable(value):
+        return [value.get_state().numpy().tobytes()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 lets go of iterators that can be pickled
+            reduced = value.__reduce_ex__(4)
+    except Exception:  # by whatever the class of a user does
+        return _vars_of(value)
+    return reduced[1:] if isinstance(reduced, tuple) else ()
+
+
+def _vars_of(value: Any) -> list[Any]:
+    return [vars(value)] if hasattr(value, "__dict__") else []
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
         return None
-    return copied(vars(value)) if hasattr(value, "__dict__") else None
 
 
-def _refusal(layer: nn.Module, what: str) -> InputError:
+def _refusal(owner: Owner, what: str) -> InputError:
+    kind = owner if isinstance(owner, type) else type(owner)
     return InputError(
-        f"strategy: {type(layer).__name__} {what} in every forward, so no plan can run it a second time: use none"
+        f"strategy: {kind.__name__} {what} in every forward, so no plan can run it a second time: use none"
     )

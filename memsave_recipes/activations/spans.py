@@ -73,6 +73,11 @@ class LayerCall:
     def __post_init__(self) -> None:
         self.before = copied(self.args), copied(self.kwargs)
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """The arguments but the state."""
+        return self.args, self.kwargs
+
     def __call__(self, *state: Any) -> Any:
         """The output of the layer for a state: one tensor, or several, which a dense layer takes as a list."""
         flowing = (list(state),) if self.takes_list else state

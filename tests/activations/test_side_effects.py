@@ -2,12 +2,15 @@
 
 import copy
 import random
+from collections import Counter as Tally
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import count, product
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from samples import sample
@@ -209,6 +212,182 @@ class Object(Block):
         return 1 / self.moments.calls
 
 
+class OfClass(Block):
+    """All blocks count together."""
+
+    calls = 0
+
+    def scale(self, x):
+        type(self).calls += 1
+        return 1 / type(self).calls
+
+
+class InListOfClass(Block):
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    def scale(self, x):
+        self.seen.append(x.detach().mean())
+        return 1 + sum(self.seen)
+
+
+class Tallies(Block):
+    def __init__(self):
+        super().__init__()
+        self.seen = Tally()
+
+    def scale(self, x):
+        self.seen.update(["calls"])
+        return 1 / self.seen["calls"]
+
+
+class DrawsOfPython(Block):
+    """As the depth of a stochastic network."""
+
+    def scale(self, x):
+        return random.random()
+
+
+class DrawsOfNumpy(Block):
+    def scale(self, x):
+        return float(np.random.uniform(0.5, 1.5))
+
+
+class Holds(Block):
+    """One thing, which ``use`` changes and reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.thing = self.make()
+
+    def scale(self, x):
+        return self.use(x)
+
+
+class CallsSince:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return 1 / self.calls
+
+
+class InSlots:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+def closure():
+    calls = 0
+
+    def use():
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    return use
+
+
+def generator():
+    yield from range(1, 1000)
+
+
+def follow(mean, x):
+    return 1 + mean.mul_(0.9).add_(0.1 * x.detach().mean(0)).clone()
+
+
+def add(array, x):
+    array += x.detach().mean(0).numpy()
+    return 1 + torch.from_numpy(array.copy())
+
+
+def count_in(thing):
+    thing.calls += 1
+    return 1 / thing.calls
+
+
+def next_byte(thing):
+    thing[0] += 1
+    return 1 / thing[0]
+
+
+HELD = {  # what a block makes, how it uses it, and what it is told
+    "tensor in a list": (lambda: [torch.zeros(SIZE)], lambda it, x: follow(it[0], x), "writes on its tensor thing"),
+    "tensor in a dict": (
+        lambda: {"a": (torch.zeros(SIZE),)},
+        lambda it, x: follow(it["a"][0].data, x),
+        "writes on its",
+    ),
+    "tensor in an object": (
+        lambda: SimpleNamespace(mean=torch.zeros(SIZE)),
+        lambda it, x: follow(it.mean, x),
+        "changes its thing",
+    ),
+    "array": (lambda: np.zeros(SIZE, "float32"), add, "changes its thing"),
+    "array in a list": (lambda: [np.zeros(SIZE, "float32")], lambda it, x: add(it[0], x), "changes its thing"),
+    "generator of numpy": (lambda: np.random.default_rng(3), lambda it, x: it.random(), "changes its thing"),
+    "former generator": (lambda: np.random.RandomState(3), lambda it, x: it.rand(), "changes its thing"),
+    "bytes": (lambda: bytearray(1), lambda it, x: next_byte(it), "changes its thing"),
+    "object in a list": (lambda: [SimpleNamespace(calls=0)], lambda it, x: count_in(it[0]), "changes its thing"),
+    "object in an object": (
+        lambda: SimpleNamespace(inner=Moments()),
+        lambda it, x: count_in(it.inner),
+        "changes its thing",
+    ),
+    "object with slots": (InSlots, lambda it, x: count_in(it), "changes its thing"),
+    "object to call": (CallsSince, lambda it, x: it(), "changes its thing"),
+    "method": (lambda: CallsSince().__call__, lambda it, x: it(), "changes its thing"),
+    "function": (closure, lambda it, x: it(), "changes its thing"),
+    "function in parts": (lambda: partial(closure()), lambda it, x: it(), "changes its thing"),
+    "iterator": (lambda: count(1), lambda it, x: 1 / next(it), "changes its thing"),
+    "generator of Python": (generator, lambda it, x: 1 / next(it), "changes its thing"),
+    "module in a list": (
+        lambda: [nn.Linear(SIZE, SIZE)],
+        lambda it, x: follow(it[0].bias.data, x),
+        "changes its thing",
+    ),
+}
+
+
+def holding(name):
+    """A block that holds one of them."""
+    make, use, _ = HELD[name]
+    return type("Holder", (Holds,), {"make": staticmethod(make), "use": lambda self, x: use(self.thing, x)})
+
+
+def written(given, x):
+    return given.add_(x.detach().mean(0)).clone()
+
+
+GIVEN_ONCE = {  # what the model gives all blocks, how they use it, and what they are told
+    "tensor": (lambda: torch.ones(SIZE), written, "writes on a tensor that it is given"),
+    "bits of a tensor": (lambda: torch.ones(SIZE), lambda it, x: written(it.data, x), "writes on a tensor that it"),
+    "tensor in a dict": (lambda: {"a": torch.ones(SIZE)}, lambda it, x: written(it["a"], x), "writes on a tensor that"),
+    "array": (lambda: np.ones(SIZE, "float32"), add, "changes a ndarray that it is given"),
+    "object": (Moments, lambda it, x: count_in(it), "changes a Moments that it is given"),
+    "object in a list": (lambda: [Moments()], lambda it, x: count_in(it[0]), "changes a Moments that it is given"),
+    "iterator": (lambda: iter(range(1, 1000)), lambda it, x: 1 / next(it), "changes a range_iterator that it is given"),
+    "set": (lambda: {1.0, 2.0, 3.0, 4.0}, lambda it, x: it.pop(), "changes a set that it is given"),
+}
+
+
+def giving(name):
+    """A model that gives one of them to all its blocks."""
+    make, use, _ = GIVEN_ONCE[name]
+
+    class Giving(Net):
+        def forward(self, x):
+            x, given = self.stem(x), make()
+            for block in self.blocks:
+                x = block(x, given)
+            return self.head(x).square().mean()
+
+    torch.manual_seed(0)
+    return Giving(type("Given", (Block,), {"forward": lambda self, x, it: self.body(x * use(it, x))})).train()
+
+
 class Pops(Block):
     def forward(self, *, held):
         return self.body(held.pop(0))
@@ -265,7 +444,9 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-PUT_BACK = [Counter, MeanOfAll, History, Named, Window, Lazy, Inner]
+PUT_BACK = [Counter, MeanOfAll, History, Named, Window, Lazy, Inner, Tallies]
+SHARED = [OfClass, InListOfClass, DrawsOfPython, DrawsOfNumpy]
+"""These are put back, too."""
 GIVEN = (Pops, Writes, Appends, Counts, WritesInList, InDict)
 REFUSED = {
     Codebook: "Codebook writes on its buffer mean",
@@ -280,7 +461,10 @@ REFUSED = {
 
 
 def net(kind):
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    OfClass.calls = 0
+    InListOfClass.seen.clear()
     return Net(kind).train()
 
 
@@ -364,6 +548,17 @@ def test_what_can_be_put_back_is(kind, strategy):
     assert is_same(found, expected)
 
 
+@pytest.mark.parametrize("strategy", ["full", "segments:2", "selective"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_all_blocks_share_is_put_back(kind, strategy):
+    expected, after = steps(net(kind)), (OfClass.calls, len(InListOfClass.seen), random.random(), np.random.rand())
+    model = net(kind)
+    with apply_plan(model, plan_blocks(model, strategy)):
+        found = steps(model)
+    assert is_same(found, expected)
+    assert (OfClass.calls, len(InListOfClass.seen), random.random(), np.random.rand()) == after
+
+
 @pytest.mark.parametrize("strategy", [one for one in STRATEGIES if one not in KEEPING])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_put_back_is_refused_by_name(kind, strategy):
@@ -371,6 +566,14 @@ def test_what_cannot_be_put_back_is_refused_by_name(kind, strategy):
     with apply_plan(model, plan_blocks(model, strategy)), pytest.raises(InputError, match=REFUSED[kind]) as error:
         steps(model)
     assert error.value.one_line.endswith("use none")
+
+
+@pytest.mark.parametrize("strategy", ["full", "segments:2", "nested:2"])
+@pytest.mark.parametrize("name", [*HELD, *GIVEN_ONCE])
+def test_so_is_whatever_else_it_holds_or_is_given(name, strategy):
+    model, (*_, message) = (net(holding(name)), HELD[name]) if name in HELD else (giving(name), GIVEN_ONCE[name])
+    with apply_plan(model, plan_blocks(model, strategy)), pytest.raises(InputError, match=message):
+        steps(model)
 
 
 COMPILED = [*KINDS, *REFUSED]
@@ -450,7 +653,7 @@ class InEvaluation(Block):
 def comparisons(monkeypatch):
     """The blocks that were compared, one for each first run."""
     made, state_of = [], side_effects._State
-    monkeypatch.setattr(side_effects, "_State", lambda block: made.append(block) or state_of(block))
+    monkeypatch.setattr(side_effects, "_State", lambda block, given: made.append(block) or state_of(block, given))
     return made
 
 
