@@ -214,6 +214,32 @@ def test_earlier_replies_lack_the_thought_that_the_prompt_opens(tokenizer, repli
     assert counted_text(opening, "a", replies) == "".join(reply + ENDS["Qwen3"] for reply in replies.values())
 
 
+def ending_with(inner, last):
+    """A template with another mark at the end of a conversation."""
+    end = f"('{last}' if loop.last and message.role == 'assistant' else '{inner}')"
+    return (
+        f"{{% for message in messages %}}{{{{ '<|' + message.role + '|>' + message.content + {end} }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(("inner", "last"), [("<|end|>", "</s>"), ("<|end|>", "<|end|></s>"), ("</s>", "<|eot_id|>")])
+@pytest.mark.parametrize("greets", [False, True])
+def test_the_last_turn_may_end_with_another_mark_than_those_before(tokenizer, inner, last, greets):
+    tokenizer.chat_template = ending_with(inner, last)
+    first, *others = ({"role": "assistant", "content": text} for text in ("one", "two", "one"))
+    chat = [first, *(message for reply in others for message in (QUESTION, reply))][0 if greets else 1 :]
+    tokens, counted = encode(chat, tokenizer)
+    expected = f"two{inner}one{last}"
+    assert tokenizer.decode(tokens[counted].tolist()) == (f"one{inner}" if greets else "") + expected
+
+
+def test_the_mark_of_the_next_turn_ends_none(tokenizer):
+    tokenizer.chat_template = ending_with("", "</s>")
+    with pytest.raises(InputError, match="message 2: the chat template does not show where this turn"):
+        encode([QUESTION, REPLY, QUESTION, REPLY], tokenizer)
+
+
 def test_a_template_that_drops_system_messages_is_refused_only_where_there_are_some(tokenizer):
     tokenizer.chat_template = WITHOUT_SYSTEM
     assert encode([QUESTION, REPLY], tokenizer)[1].any()

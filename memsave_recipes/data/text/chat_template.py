@@ -302,10 +302,26 @@ class _Template:
     def _span(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
         prompt = self._prompt(messages[:index])
         so_far = self.render_turns(messages[: index + 1])
-        if not (prompt and text.startswith(prompt) and text.startswith(so_far)):
+        stop = self._end_of_turn(messages, text, so_far, text)
+        if not prompt or stop is None or stop < len(prompt) or not text.startswith(prompt):
             return self._span_of_rewritten(messages, index, text, prompt)
         at_end = self.render(messages[: index + 1])
-        return len(prompt), self._with_mark(text, len(prompt), len(so_far), at_end[len(so_far) :])
+        return len(prompt), self._with_mark(text, len(prompt), stop, at_end[stop:])
+
+    def _end_of_turn(self, messages: list[Message], text: str, at_end: str, turn: str) -> int | None:
+        """Find up to where ``turn`` is as ``at_end`` of a conversation; ``None`` where more than a mark differs.
+
+        Nor is it known where the mark behind it may be the one that opens the next turn: there is such a one in
+        ``text`` before all contents.
+        """
+        shared = os.path.commonprefix([at_end, turn])  # noqa: RUF071  # of texts, not of paths
+        if shared == at_end:
+            return len(shared)
+        base = len(shared) - self._begun(shared)
+        here = self._mark_at(turn[base:])
+        before = text.partition(messages[0]["content"])[0] if messages[0]["content"] else text
+        may_open = here in before and not shared[:base].rstrip().endswith(self.marks)
+        return None if (here and may_open) or at_end[base:].strip() not in self.marks else len(shared)
 
     def _prompt(self, messages: list[Message]) -> str:
         """Render what a reply follows; empty before the first message, where templates look for one."""
@@ -321,14 +337,15 @@ class _Template:
         so_far = [*messages[:index], {"role": "assistant", "content": OTHER_CONTENT}]
         head_at_end, _, tail_at_end = self.render_turns(so_far).partition(OTHER_CONTENT)
         head, _, tail = self.render([*so_far, *messages[index + 1 :]]).partition(OTHER_CONTENT)
-        if not (text.startswith(head) and text.endswith(tail) and tail.startswith(tail_at_end)):
+        size = self._end_of_turn(messages, text, tail_at_end, tail)
+        if size is None or not (text.startswith(head) and text.endswith(tail)):
             return None
         start = self._start_of_rewritten(messages[:index], text, prompt, head, head_at_end)
         if start is None:
             return None
-        stop = len(text) - len(tail) + len(tail_at_end)
+        stop = len(text) - len(tail) + size
         at_end = self.render(so_far).partition(OTHER_CONTENT)[2]
-        return start, self._with_mark(text, start, stop, at_end[len(tail_at_end) :])
+        return start, self._with_mark(text, start, stop, at_end[size:])
 
     def _start_of_rewritten(
         self, before: list[Message], text: str, prompt: str, head: str, head_at_end: str
@@ -357,12 +374,16 @@ class _Template:
             at_end: what follows there at the end of a conversation.
         """
         turn = text[start:stop]
-        begun = next((size for size in range(len(turn), 0, -1) if self._opens_mark(turn[-size:])), 0)
+        begun = self._begun(turn)
         base = stop - begun
         here = self._mark_at(text[base:])
         if text[start:base].rstrip().endswith(self.marks) or not self._mark_at(turn[len(turn) - begun :] + at_end):
             return stop
         return base + len(here)
+
+    def _begun(self, words: str) -> int:
+        """Return how many characters at the end of ``words`` may be those of a mark that goes on."""
+        return next((size for size in range(len(words), 0, -1) if self._opens_mark(words[-size:])), 0)
 
     def _opens_mark(self, words: str) -> bool:
         return any(mark.startswith(words) and mark != words for mark in self.marks)
