@@ -33,6 +33,7 @@ from memsave_recipes.data.sources import (
     hold_out,
     parse_source,
     progress_bars,
+    rows_of,
     source_files,
     source_folder,
     with_text,
@@ -226,7 +227,8 @@ def _read_file(flag: str, path: Path) -> _Table:
     files = {"train": glob.escape(str(path))}
     with loading_by_name(str(path), source, f"check that it is {kind.upper()}"):
         if kind != "csv":
-            return _Table(source, datasets.load_dataset(kind, data_files=files, split="train"))
+            rows = datasets.load_dataset(kind, data_files=files, split="train")
+            return _Table(source, _with_dates_as_written(rows, path, source) if kind == "json" else rows)
         # A label is what the file says, and in a text NA, null and None are words, not missing values.
         with path.open(newline="", encoding="utf-8-sig") as file:
             columns = [name or f"Unnamed: {at}" for at, name in enumerate(next(csv.reader(file), []))]  # as pandas does
@@ -234,6 +236,16 @@ def _read_file(flag: str, path: Path) -> _Table:
         options = {"features": as_text, "na_values": [""], "keep_default_na": False}
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
     return _Table(source, _with_whole_numbers(rows))
+
+
+def _with_dates_as_written(rows: datasets.Dataset, path: Path, source: str) -> datasets.Dataset:
+    """Take the words that the reader of JSON has made points in time of from the file once more."""
+    guessed = [name for name, feature in rows.features.items() if getattr(feature, "dtype", "").startswith("timestamp")]
+    written = [row for _, row in rows_of(str(path), source)] if guessed else []
+    for column in guessed:
+        values = [row.get(column) for row in written]
+        rows = rows.remove_columns(column).add_column(column, values, feature=datasets.Value("string"))
+    return rows
 
 
 def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
