@@ -440,8 +440,8 @@ def grey_images(folder, top, *, name="{}.png"):
     return folder
 
 
-@pytest.mark.parametrize("name", ["{}.png", "{}.tiff"])
-@pytest.mark.parametrize(("top", "bits"), [(255, 8), (1023, 10), (4095, 12), (16383, 14), (65535, 16)])
+@pytest.mark.parametrize("name", ["{}.png", "{}.tiff", "{}.jp2"])
+@pytest.mark.parametrize(("top", "bits"), [(255, 8), (511, 9), (1023, 10), (4095, 12), (16383, 14), (65535, 16)])
 def test_grey_values_of_fewer_bits_fill_the_range(tmp_path, top, bits, name):
     splits = load(data_dir=str(grey_images(tmp_path / "grey", top, name=name)), image_size=8)
     assert splits.grey_bits == bits
@@ -452,6 +452,21 @@ def test_grey_values_of_fewer_bits_fill_the_range(tmp_path, top, bits, name):
             means[splits.label_names[one["labels"]]].append(one["images"].float().mean())
         assert sum(means["bright"]) / len(means["bright"]) == pytest.approx(0.75 * 255, rel=0.1)
         assert sum(means["dark"]) / len(means["dark"]) == pytest.approx(0.25 * 255, rel=0.2)
+
+
+@pytest.mark.parametrize("brighter", ["train", "validation"])
+def test_the_brightest_image_of_both_splits_says_how_many_bits(tmp_path, brighter):
+    folder = grey_images(tmp_path / "dim", 1023)
+    (folder / brighter).rename(tmp_path / "unused")
+    (grey_images(tmp_path / "bright", 4095) / brighter).rename(folder / brighter)
+    splits = load(data_dir=str(folder), image_size=8)
+    assert splits.grey_bits == 12
+    means = {
+        split: sum(one["images"].float().mean() for one in rows) / len(rows)
+        for split, rows in (("train", splits.train), ("validation", splits.validation))
+    }
+    assert means.pop(brighter) == pytest.approx(0.5 * 255, rel=0.1)
+    assert means.popitem()[1] == pytest.approx(0.5 * 255 / 4, rel=0.1)
 
 
 def test_a_model_keeps_the_bits_that_it_was_trained_with(tmp_path):
@@ -470,10 +485,12 @@ def test_images_of_8_bits_have_no_such_line(folder):
     assert not any("16-bit" in line for line in splits.notices)
 
 
+@pytest.mark.parametrize("header", ["P5 2 2 {}\n", "P5 # of a scope\n2 2\n# the most\n{}\n", "P2 2 2 {}\n"])
 @pytest.mark.parametrize("most", [1000, 4095, 65535])
-def test_a_pgm_is_scaled_by_the_largest_value_that_it_states(tmp_path, most):
+def test_a_pgm_is_scaled_by_the_largest_value_that_it_states(tmp_path, most, header):
     values = np.array([[0, most // 2], [most, most // 4]], dtype=">u2")
-    (tmp_path / "a.pgm").write_bytes(b"P5 2 2 %d\n" % most + values.tobytes())
+    pixels = values.tobytes() if header.startswith("P5") else " ".join(map(str, values.ravel())).encode()
+    (tmp_path / "a.pgm").write_bytes(header.format(most).encode() + pixels)
     assert np.abs(decoded(tmp_path / "a.pgm")[..., 0].astype(int) - np.array([[0, 127], [255, 63]])).max() <= 1
 
 

@@ -6,6 +6,8 @@ from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaModel,
@@ -55,6 +57,26 @@ def base_for_other_classes(kind, folder):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
 
 
+def base_of_answers(kind, folder):
+    AutoModelForQuestionAnswering.from_config(tiny_config(kind)).save_pretrained(folder)
+
+
+def base_that_writes(kind, folder):
+    AutoModelForSeq2SeqLM.from_config(tiny_config(kind)).save_pretrained(folder)
+
+
+def base_without_a_layer(kind, folder):
+    config = tiny_config(kind)
+    config.num_hidden_layers -= 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tiny_config(kind).save_pretrained(folder)
+
+
+def base_in_pieces(kind, folder):
+    whole = AutoModelForSequenceClassification.from_config(tiny_config(kind))
+    getattr(whole, whole.base_model_prefix).save_pretrained(folder, max_shard_size="20KB")
+
+
 @pytest.mark.parametrize(
     ("kind", "save"),
     [
@@ -63,7 +85,11 @@ def base_for_other_classes(kind, folder):
             for kind in ("bart", "xlnet", "bert", "gpt2", "jamba", "longformer", "zamba", "phimoe")
         ),
         *((kind, base_with_another_head) for kind in ("bert", "distilbert", "modernbert", "roberta")),
-        *((kind, base_for_other_classes) for kind in ("bart", "distilbert", "bert", "electra")),
+        *((kind, base_for_other_classes) for kind in ("bart", "distilbert", "bert", "electra", "xlm", "t5")),
+        *((kind, base_of_answers) for kind in ("deberta-v2", "xlnet")),
+        *((kind, base_that_writes) for kind in ("mbart", "t5")),
+        *((kind, base_without_a_layer) for kind in ("bert", "roberta")),
+        *((kind, base_in_pieces) for kind in ("modernbert", "flaubert")),
     ],
 )
 def test_what_the_base_lacks_trains_is_saved_and_comes_back(kind, save, tmp_path):

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
@@ -19,6 +22,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from zoo.tiny import tiny_config
 
 from memsave_recipes.models.convnets import build_densenet
 from memsave_recipes.training.arguments import OptimizerArguments
@@ -35,6 +39,9 @@ MODELS = {
     "resnet": partial(
         ResNetForImageClassification, ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
     ),
+    **{name: partial(AutoModelForImageClassification.from_config, tiny_config(name)) for name in ("convnext", "beit")},
+    "mamba": partial(AutoModelForCausalLM.from_config, tiny_config("mamba")),
+    "deberta-v2": partial(AutoModelForSequenceClassification.from_config, tiny_config("deberta-v2")),
     "densenet": partial(build_densenet, "densenet_small", num_classes=3),
 }
 OPTIMIZERS = ["adamw", "adamw_bf16", "sgd", "adafactor", "muon", "adamw_8bit"]
