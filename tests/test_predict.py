@@ -270,6 +270,9 @@ def test_whatever_code_a_whole_model_brings_is_not_run(request, images, tmp_path
         ({"size": None, "crop_size": None}, "cannot take the inputs from"),
         ({"size": {"height": 200_000, "width": 200_000}}, "sides of [200000, 200000"),
         ({"size": {"shortest_edge": -3}}, "sides of [-3"),
+        ({"image_mean": "x"}, "cannot take the inputs from"),
+        ({"resample": 99}, "cannot take the inputs from"),
+        ({"rescale_factor": "x"}, "cannot take the inputs from"),
     ],
 )
 def test_image_processors_that_make_no_image(images, tmp_path, capsys, entries, message):
@@ -285,6 +288,9 @@ def test_image_processors_that_make_no_image(images, tmp_path, capsys, entries, 
         ("{{ raise_exception('no \x1b[31m') }}", "no \\x1b[31m"),
         ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "takes longer than 0.2 s"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% include 'other' %}", "no loader"),
     ],
 )
 def test_chat_templates_with_a_mistake(prompts, tmp_path, capsys, monkeypatch, template, message):
