@@ -82,9 +82,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
 
     Raises:
         InputError: the plan was made for other blocks, a span reaches over the end of a stack, this model or
-            machine cannot do an action, or Accelerate offloads the model's weights.
+            machine cannot do an action, Accelerate offloads the model's weights, or it is under a plan.
     """
     check_not_offloaded(model)
+    refuse_planned(model)
     options = _options_in_micro_batches(model, plan)
     stacks = _stacks_of(model, plan)
     blocks = [block for stack in stacks for block in stack.blocks]
@@ -106,6 +107,16 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
             _install(stack, parts, handle, watch)
         first = last
     return handle
+
+
+def refuse_planned(model: nn.Module) -> None:
+    """Raise ``InputError`` for a model under a plan: the one that is removed first would leave forwards behind."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), FORWARDS):
+            raise InputError(f"model: a plan is applied to {name or 'it'} already: call its handle.remove() first")
+
+
+FORWARDS = (CompiledLayer, LayerInSpan, SpannedLayer, SpannedSequence)
 
 
 @dataclass

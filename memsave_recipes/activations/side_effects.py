@@ -347,7 +347,7 @@ class _State:
         """What attributes hold that are not torch's, also in lists and dicts."""
         for owner, attributes in zip(self.owners, self.attributes, strict=True):
             for name, value in attributes.items():
-                if name not in OF_TORCH and name != "forward":
+                if name not in OF_TORCH and name != "forward" and not _is_ours(value):
                     yield from ((owner, name, leaf) for leaf in _leaves(value) if not isinstance(leaf, PLAIN))
 
     def _objects(self) -> Iterator[tuple[Owner, str, Any, list[Any]]]:
@@ -401,7 +401,7 @@ def _state_of(value: Any, kinds: Collection[str] = KINDS, known: Collection[nn.M
     while left and len(state) < MAX_THINGS:
         one = left.pop()
         state.append(one if isinstance(one, PLAIN) else type(one))
-        if isinstance(one, (*PLAIN, *OPAQUE)) or id(one) in seen:
+        if isinstance(one, (*PLAIN, *OPAQUE)) or _is_ours(one) or id(one) in seen:
             continue
         seen[id(one)] = one  # alive, so that no other object has its identity
         if isinstance(one, Tensor):
@@ -409,6 +409,11 @@ def _state_of(value: Any, kinds: Collection[str] = KINDS, known: Collection[nn.M
         else:
             left += _parts(one, kinds)
     return state
+
+
+def _is_ours(value: Any) -> bool:
+    """Return whether this package has put it there: a plan, streamed weights."""
+    return type(value).__module__.partition(".")[0] == "memsave_recipes" and not isinstance(value, nn.Module)
 
 
 def _parts(value: Any, kinds: Collection[str]) -> Iterable[Any]:

@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_stacks
-from memsave_recipes.activations.compiled import CompiledLayer
+from memsave_recipes.activations.apply import refuse_planned
 from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.activations.spans import LayerInSpan, SpannedLayer, SpannedSequence
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory
 from memsave_recipes.planner.make_plan import (
@@ -121,7 +120,6 @@ def _comparison(step: int, peak_bytes: int, predicted_bytes: int, budget_bytes: 
     return line if budget_bytes is None else f"{line}, budget {format_bytes(budget_bytes)}"
 
 
-OURS = (CompiledLayer, LayerInSpan, SpannedLayer, SpannedSequence)
 SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 REASON = "a plan decides which activations are recomputed"
 
@@ -145,8 +143,7 @@ def check_model(model: nn.Module) -> None:
             )
         if type(module).__name__ == "CheckpointWrapper":
             raise InputError(f"model: {name} is a CheckpointWrapper, and {REASON}: leave the wrapper out")
-        if isinstance(vars(module).get("forward"), OURS):
-            raise InputError(f"model: a plan is applied to {name or 'it'} already: call its handle.remove() first")
+    refuse_planned(model)
 
 
 def refuse_several(callbacks: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.errors import InputError
 
 
 @dataclass
@@ -106,6 +107,16 @@ def test_remove_restores_the_model_exactly(make_case, name):
     handle.remove()
     handle.remove()
     assert {module: dict(module.__dict__) for module in case.model.modules()} == before
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_second_plan_is_refused(make_case, name):
+    model = make_case(name).model
+    before = {module: dict(module.__dict__) for module in model.modules()}
+    plan = plan_blocks(model, "full")
+    with apply_plan(model, plan), pytest.raises(InputError, match=r"^model: a plan is applied to .* already: call"):
+        apply_plan(model, plan)
+    assert {module: dict(module.__dict__) for module in model.modules()} == before
 
 
 @pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "gpt2"])
