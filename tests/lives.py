@@ -104,7 +104,7 @@ def wait_for_checkpoint(process, folder):
 
 def with_context(gib):
     """A budget of ``gib`` beside what the device takes for itself; nothing on a CPU."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return gib + sum(overheads_of_device(device).values()) / GIB
 
 

@@ -90,7 +90,7 @@ def too_deep(name: str, levels: int) -> Callable[[Path], None]:
         too_large,
         too_large_in_a_row,
         *(too_deep(name, levels) for name in ("results.json", "config.json") for levels in (100_000, 3_000, 500)),
-        *(too_deep("metrics.jsonl", levels) for levels in (100_000, 3_000)),
+        too_deep("metrics.jsonl", 100_000),  # from 3.14 on Python reads 3,000, and none of them is a figure
     ],
 )
 def test_a_broken_run_is_skipped_by_name_and_the_others_are_shown(damage: Callable, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_json_is_read_with_printable_texts() -> None:
     ("text", "reason"),
     [
         ("[" * 100_000, "nested deeper than 50 levels"),
-        ('{"a":' * 3_000 + "1" + "}" * 3_000, "nested deeper than 50 levels"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested deeper than 50 levels"),
         ("1" * 400, "a whole number of 400 digits"),
         ("{", "line 1 column 2"),
     ],

@@ -33,7 +33,7 @@ def main() -> None:
     flags = read_flags()
     shape = {name: int(value) for name, value in (pair.split("=") for pair in flags.config_overrides.split(","))}
     config = LlamaConfig(vocab_size=flags.vocab_size, attn_implementation="sdpa", use_cache=False, **shape)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = LlamaForCausalLM(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     rows = torch.randint(flags.vocab_size, (flags.global_batch_size, flags.block_size), device=device)

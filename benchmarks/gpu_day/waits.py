@@ -19,6 +19,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 FIRST, LAST = 3, 7  # steps that end before the waits are counted, and with them
+PYTHONS = ("warnings.py", "_py_warnings.py")
+"""Where Python shows a warning; the latter from 3.14 on."""
 MESSAGE = "called a synchronizing CUDA operation"
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +61,7 @@ class Waits:
         if MESSAGE not in str(message):
             self._show(message, *others, **named)
             return
-        frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != warnings.__file__]
+        frames = [one for one in traceback.extract_stack()[:-1] if Path(one.filename).name not in PYTHONS]
         ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "memsave_recipes")]
         lines = [f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in (*ours[-1:], frames[-1])]
         self.lines[" <- ".join(dict.fromkeys(lines))] += 1

@@ -96,6 +96,8 @@ def _varlen(
 ) -> Tensor:
     """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ]."""
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (B * T, H or K, D)
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{key.shape[1]} heads of keys need the {query.shape[1]} query heads to be a multiple")
     bounds, longest = _bounds(lengths, query), max(map(max, lengths))
     options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     attended: Tensor = aten._flash_attention_forward.default(

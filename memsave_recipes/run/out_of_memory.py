@@ -140,7 +140,7 @@ def planned_advice(task: Callable[[], Task]) -> str:
     """
     failed = task()
     launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     memory_bytes = launch.target.memory_bytes - read_device_use(device).others_bytes
     opened = replace(failed, run=_with_all_open(failed.run, memory_bytes))
     found = choose_for_target(opened, launch, memory_bytes)

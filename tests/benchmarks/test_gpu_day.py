@@ -112,6 +112,7 @@ def test_rows_are_written_after_each_step_of_the_runs_with_a_speed(benchmark, mo
 def test_a_stand_in_is_told_everywhere_and_kept_out_of_the_results(benchmark, monkeypatch, tmp_path, step, capsys):
     monkeypatch.setenv("STANDIN", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark.harness, "this_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(benchmark, "abilities", lambda kind: frozenset())
     monkeypatch.setattr(benchmark, "STEPS", {"one": step("one", it=lambda: (True, ""))})
     for inside in (benchmark.harness.RESULTS, benchmark.harness.RESULTS / "rows"):
