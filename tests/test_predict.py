@@ -328,9 +328,18 @@ def test_weights_of_another_size(texts, tmp_path, capsys):
     assert "cannot be loaded" in refusal_of(capsys, folder, "one")
 
 
-def test_rows_of_json_hold_no_control_characters(texts, tmp_path, capsys):
-    (tmp_path / "rows.txt").write_text("one \x9b31m two\n")
-    assert main(["predict", str(texts), str(tmp_path / "rows.txt"), "--json"]) == 0
-    printed = capsys.readouterr().out
-    assert "\x9b" not in printed
-    assert json.loads(printed)["input"] == "one \x9b31m two"
+UNPRINTABLE = ["\x9b31m", "\x9d0;title\x9c", "\x85", "\u2028", "\u202e"]
+"""Commands to a terminal, two ends of a line, and a mark that turns what follows round."""
+
+
+@pytest.mark.parametrize("characters", UNPRINTABLE, ids=ascii)
+def test_rows_of_json_hold_no_control_characters(texts, tmp_path, capsys, characters):
+    """They come from the inputs, and from the names of the classes."""
+    folder = changed(texts, tmp_path / "model", config={"id2label": {"0": f"no{characters}", "1": "yes"}})
+    text = f"one {characters} two"
+    assert main(["predict", str(folder), text, "--json"]) == 0
+    printed = capsys.readouterr().out.removesuffix("\n")
+    assert printed.isprintable()
+    row = json.loads(printed)
+    assert row["input"] == text
+    assert {one["label"] for one in row["predictions"]} == {f"no{characters}", "yes"}
