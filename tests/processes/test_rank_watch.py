@@ -7,8 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate.utils import gather_object
 from ends_of_ranks import END_S, ends_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from memsave_recipes.distributed import (
     BEHIND,
@@ -94,23 +96,44 @@ def alone(accelerator):
     time.sleep(2 * LIMIT_S)
 
 
-def killed(accelerator):
-    """Rank 1 is, and no launcher is there to end the others."""
+def in_a_backward(accelerator):
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+def in_shards(accelerator):
+    model = fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def with_objects(accelerator):
+    gather_object([accelerator.process_index])
+
+
+def on_the_first_rank(accelerator):
+    on_main_process(accelerator, list)
+
+
+def killed(rank, meeting, accelerator):
+    """That rank is, and no launcher is there to end the other, which comes to ``meeting``."""
 
     def main():
         accelerator.wait_for_everyone()
-        if accelerator.process_index == 1:
+        if accelerator.process_index == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        model = accelerator.prepare(nn.Linear(2, 2))
-        accelerator.backward(model(torch.ones(1, 2)).sum())
+        meeting(accelerator)
 
     run_recipe(main)
 
 
-def test_a_rank_whose_peer_was_killed_says_so_in_a_line(run_trial, tmp_path):
-    codes, printed = run_trial(ends_of, killed, tmp_path, LIMIT_S)
-    assert codes == [LOST, -signal.SIGKILL]
-    (line,) = [line for line in printed[0].splitlines() if not line.startswith("[")]
+@pytest.mark.parametrize(
+    ("rank", "meeting"),
+    [(1, in_a_backward), (0, in_a_backward), (1, in_shards), (1, with_objects), (1, on_the_first_rank)],
+)
+def test_a_rank_whose_peer_was_killed_says_so_in_a_line(run_trial, tmp_path, rank, meeting):
+    codes, printed = run_trial(ends_of, partial(killed, rank, meeting), tmp_path, LIMIT_S)
+    assert codes == [-signal.SIGKILL if one == rank else LOST for one in range(2)]
+    (line,) = [line for line in printed[1 - rank].splitlines() if not line.startswith("[")]
     assert line.startswith("error: another rank is gone (")
     assert line.endswith("the last checkpoint is as it was, go on with --resume")
 
