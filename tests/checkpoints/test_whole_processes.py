@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lives import ROOT
 from trials.run import NUM_STEPS
 
 from memsave_recipes.checkpoints.resume import find_newest
@@ -22,19 +23,24 @@ from trials.run import Log, Run, train
 from memsave_recipes.training.launch import start_accelerator
 
 if __name__ == "__main__":
-    folder, shard = sys.argv[2:]
-    run = Run(folder=Path(folder), shard=shard, every_steps=None, workers=2, with_signals=True, step_s=0.3)
+    folder, shard, *beside = sys.argv[2:]
+    saves = dict(every_steps=None, beside=bool(beside), with_signals=True)
+    run = Run(folder=Path(folder), shard=shard, workers=2, step_s=0.3, **saves)
     accelerator = start_accelerator()
     train(run, accelerator, Log(run, accelerator.process_index))
 """
 
 
-def launch(tmp_path, *launcher, shard="none"):
-    """The program, in a session and process group of its own, when it has done two steps."""
+def launch(tmp_path, *launcher, shards=("none",)):
+    """The program, in a session and process group of its own, when it has done two steps.
+
+    Args:
+        shards: as the flag ``--shard``, and then whether they are written beside the training.
+    """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(program), str(HERE), str(tmp_path), shard]
+    command = [sys.executable, *launcher, str(program), str(HERE), str(tmp_path), *shards]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100
     log = tmp_path / "log-0.jsonl"
@@ -88,21 +94,35 @@ def test_two_ranks_under_torchrun(tmp_path, number):
     assert find_newest(tmp_path / "checkpoints").step >= 2
 
 
+def torchrun(num_ranks):
+    return "torch.distributed.run", "--nproc-per-node", str(num_ranks)
+
+
+def on_two_ranks(*launcher):
+    return *launcher, "--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")
+
+
+ACCELERATE = on_two_ranks("accelerate.commands.launch")
+MEMSAVE = on_two_ranks("memsave_recipes.cli", "launch")
+ONE_PROCESS = ("accelerate.commands.launch", "--cpu")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems send no signal")
 @pytest.mark.parametrize(
-    ("launcher", "shard", "number"),
+    ("launcher", "shards", "number"),
     [
-        pytest.param(("accelerate.commands.launch", "--cpu"), "none", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(("accelerate.commands.launch", "--cpu"), "none", signal.SIGKILL, marks=pytest.mark.slow),
-        (("torch.distributed.run", "--nproc-per-node", "2"), "none", signal.SIGKILL),
-        pytest.param(
-            ("torch.distributed.run", "--nproc-per-node", "2"), "full", signal.SIGKILL, marks=pytest.mark.slow
-        ),
+        pytest.param(ONE_PROCESS, ["none"], signal.SIGTERM, marks=pytest.mark.slow, id="one process, SIGTERM"),
+        pytest.param(ONE_PROCESS, ["none"], signal.SIGKILL, marks=pytest.mark.slow, id="one process"),
+        pytest.param(torchrun(2), ["none"], signal.SIGKILL, id="two ranks"),
+        pytest.param(torchrun(2), ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards"),
+        pytest.param(torchrun(2), ["full", "beside"], signal.SIGKILL, marks=pytest.mark.slow, id="shards beside"),
+        pytest.param(torchrun(4), ["2"], signal.SIGKILL, marks=pytest.mark.slow, id="shards that are replicated"),
+        pytest.param(MEMSAVE, ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards, memsave launch"),
+        pytest.param(ACCELERATE, ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards, accelerate launch"),
     ],
-    ids=["one process, SIGTERM", "one process, SIGKILL", "two ranks, SIGKILL", "two ranks in shards, SIGKILL"],
 )
-def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, shard, number):
-    process = launch(tmp_path, "-m", *launcher, shard=shard)
+def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, shards, number):
+    process = launch(tmp_path, "-m", *launcher, shards=shards)
     ranks = psutil.Process(process.pid).children()
     process.send_signal(number)
     _, errors = process.communicate(timeout=90)
@@ -111,3 +131,19 @@ def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, shard, numbe
     assert "frame #" not in errors  # of torch's C++ code, where the store is lost
     assert "Traceback" not in errors
     assert 2 <= find_newest(tmp_path / "checkpoints").step < NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [[0], [1], [0, 1]])
+def test_ranks_in_shards_that_are_stopped_end_with_their_launcher(tmp_path, stopped):
+    process = launch(tmp_path, "-m", *MEMSAVE, shards=["full"])
+    ranks = psutil.Process(process.pid).children()
+    for one in stopped:
+        ranks[one].send_signal(signal.SIGSTOP)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        time.sleep(1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert "Traceback" not in errors
