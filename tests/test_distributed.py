@@ -8,7 +8,11 @@ from memsave_recipes import distributed
 from memsave_recipes.distributed import main_process_first, require_same, told_to_rank_0
 from memsave_recipes.errors import InputError
 
-FAILURES = {InputError: ("InputError", "bad row 3"), KeyError: ("RuntimeError", "another rank failed: 'bad row 3'")}
+FAILURES = {
+    InputError: ("InputError", "bad row 3"),
+    MemoryError: ("MemoryError", "another rank failed: bad row 3"),
+    KeyError: ("RuntimeError", "another rank failed: 'bad row 3'"),
+}
 
 
 def work(folder, failing_rank, failure, accelerator):
