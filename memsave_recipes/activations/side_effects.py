@@ -433,7 +433,7 @@ def _parts(value: Any, kinds: Collection[str]) -> Iterable[Any]:
         return [value.gi_frame and (value.gi_frame.f_lasti, value.gi_frame.f_locals)]
     if isinstance(value, torch.Generator):
         return [value.get_state().numpy().tobytes()]
-    if type(value).__module__ == "itertools" and type(value).__reduce__ is object.__reduce__:
+    if type(value).__module__ == "itertools" and "__reduce__" not in vars(type(value)):
         return [float("nan")]  # from Python 3.14 on they do not tell where they are: refused, as this equals no other
     try:
         with warnings.catch_warnings():
