@@ -46,6 +46,8 @@ SEQUENCES = (list, tuple, deque)
 PLAIN = (int, float, complex, str, bytes, type(None))
 OPAQUE = (type, ModuleType)
 """Of which an object holds no state of its own."""
+OURS = ("memsave_recipes.", "torch.distributed.")
+"""Modules whose objects are around a block, not part of it."""
 MAX_THINGS = 10_000
 """In an object, with all that it holds."""
 MAX_BYTES = 2**26
@@ -379,8 +381,10 @@ def _version(tensor: Tensor) -> int:
 
 
 def _sum_of_bits(tensor: Tensor) -> int | None:
-    """``None`` of what has no bits here: fake tensors, those in shards, and those on the meta device."""
+    """``None`` of what has no bits here: fake tensors, those in shards, on the meta device or with freed storages."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    if tensor.nbytes and not tensor.untyped_storage().nbytes():
         return None
     if tensor.itemsize not in INTEGERS:
         return 0
@@ -412,8 +416,8 @@ def _state_of(value: Any, kinds: Collection[str] = KINDS, known: Collection[nn.M
 
 
 def _is_ours(value: Any) -> bool:
-    """Return whether this package has put it there: a plan, streamed weights."""
-    return type(value).__module__.partition(".")[0] == "memsave_recipes" and not isinstance(value, nn.Module)
+    """Return whether this package or torch's sharding has put it there: a plan, streamed weights, gathered ones."""
+    return type(value).__module__.startswith(OURS) and not isinstance(value, nn.Module)
 
 
 def _parts(value: Any, kinds: Collection[str]) -> Iterable[Any]:

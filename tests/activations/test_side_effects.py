@@ -736,3 +736,19 @@ def test_objects_that_stay_as_they_are_are_no_side_effect():
     with apply_plan(model, plan_blocks(model, "full")):
         found = steps(model)
     assert is_same(found, steps(twin))
+
+
+def test_a_tensor_whose_storage_is_freed_is_no_side_effect():
+    class Freeing(Block):
+        def __init__(self):
+            super().__init__()
+            self.gathered = SimpleNamespace(weight=torch.ones(4))
+            self.gathered.weight.untyped_storage().resize_(0)
+
+        def scale(self, x):
+            return 0.5
+
+    model, twin = net(Freeing), net(Freeing)
+    with apply_plan(model, plan_blocks(model, "full")):
+        found = steps(model)
+    assert is_same(found, steps(twin))

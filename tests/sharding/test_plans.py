@@ -1,6 +1,7 @@
 """Every plan has the gradients of no plan under the same shards: bit for bit, or within rounding."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from small_runs import LENGTH, Training, all_equal, largest_difference
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.tiled_attention import KeysSoFar
 from memsave_recipes.activations.tiles import find_mlps
+from memsave_recipes.errors import InputError
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.sharding import ShardGroups
 
@@ -170,3 +173,31 @@ def test_an_mlp_is_found_before_its_weights_are_gathered(mixes):
         state = torch.get_rng_state()
         assert [mlp.module for mlp in find_mlps(layer)] == ([] if mixes else [layer.mlp])
         assert torch.equal(torch.get_rng_state(), state)
+
+
+class Counting(nn.Linear):
+    """Counts its calls in what it ``holds``: a list, which a plan can put back, or an object."""
+
+    def __init__(self, holds):
+        super().__init__(8, 8)
+        self.calls = holds(values=[]) if holds is SimpleNamespace else holds()
+
+    def forward(self, x):
+        getattr(self.calls, "values", self.calls).append(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["full", "segments:2"])
+@pytest.mark.parametrize("holds", [list, SimpleNamespace])
+def test_what_a_block_changes_beside_torchs_own_objects_is_seen(holds, strategy):
+    model = nn.Sequential(*(Counting(holds) for _ in range(4)))
+    plan = apply_plan(model, plan_blocks(model, strategy))
+    with fake_ranks(2), plan:
+        for module in (*model, model):
+            fully_shard(module, mesh=ShardGroups.of("full", 2).mesh(CPU))
+        if holds is list:
+            model(torch.randn(2, 8)).sum().backward()
+            assert [len(layer.calls) for layer in model] == [1] * 4
+        else:
+            with pytest.raises(InputError, match="Counting changes its calls in every forward"):
+                model(torch.randn(2, 8)).sum().backward()
