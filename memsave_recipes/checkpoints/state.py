@@ -30,6 +30,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
 from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.text import MIB
+from memsave_recipes.training.weight_average import WeightAverage
 
 PART_BYTES = 256 * MIB
 """The size of a file, about: a device's tensors are copied to the host file by file, and digests run in parallel."""
@@ -70,15 +71,23 @@ class TrainState:
         accelerator: with the loss scaler, if there is one.
         model, optimizer: prepared or not.
         scheduler: any whose ``state_dict`` holds plain values, such as a ``LambdaLR``.
+        average: of the weights, if there is one.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        average: WeightAverage | None = None,
     ) -> None:
         self.model = accelerator.unwrap_model(model)
         self.stateful: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
         if accelerator.scaler is not None:
             self.stateful["scaler"] = accelerator.scaler
+        if average is not None:
+            self.stateful["average"] = average
         self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
         self.is_sharded = is_sharded(self.model)
         self._frozen_digest: str | None = None
@@ -93,7 +102,9 @@ class TrainState:
         """Return ``num_bytes()`` after a step, when ``--optimizer`` has made its state."""
         shares = parameters_by_optimizer(optimizer, self.model)
         state = sum(state_bytes(name, share, momentum=momentum) for name, share in shares.items())
-        return self.num_bytes_of_weights() + max(state, num_bytes(self.stateful["optimizer"].state_dict()))
+        trees = self._trees()
+        state = max(state, num_bytes(trees.pop("optimizer")))
+        return state + sum(num_bytes(tree) for tree in trees.values())
 
     def num_bytes_of_weights(self, *, merged: bool = False) -> int:
         """Return the bytes of the weights that are trained, or of all, into which adapters are ``merged``."""
@@ -147,13 +158,16 @@ class TrainState:
 
     def _owners(self) -> Callable[[str], Tensor | None]:
         """Return a function from a tensor's name in a checkpoint to the weight in whose shards it is wanted."""
-        weights, stepped = self.model.state_dict(), self._stepped
+        weights: dict[str, Tensor] = self.model.state_dict()
+        stepped = self._stepped
 
         def owner(name: str) -> Tensor | None:
             stem, _, key = name.partition(".")
             match [stem, *key.split(".")]:
                 case ["optimizer", "state", number, *_]:
                     return stepped[int(number)]
+                case ["average", "tensors", *names]:
+                    return weights.get(".".join(names))
             return weights.get(key) if stem == "model" else None
 
         return owner

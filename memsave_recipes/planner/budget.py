@@ -39,6 +39,7 @@ from memsave_recipes.profiling.memory import read_device_use
 from memsave_recipes.sharding.units import largest_shards
 from memsave_recipes.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.step.memory import (
+    averaged_tensors,
     clipping_bytes,
     counters_bytes,
     in_order_of_steps,
@@ -150,6 +151,9 @@ def static_memory_of(
         + counters_bytes(name, len(share), on_cpu=on_cpu)
         for name, share in shares.items()
     )
+    if optim.ema_decay is not None:
+        statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
+        state += _allocated_bytes([*trained, *statistics], on_cpu)
     updates = (update_bytes(name, one, on_cpu=on_cpu, num_ranks=num_shards or 1) for name, one in shares.items())
     static = StaticMemory(
         state_bytes=state,

@@ -160,15 +160,18 @@ class PeakOfStep:
 
 
 @contextmanager
-def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[PeakOfStep]:
+def break_down_peak(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, kept: Iterable[Tensor] = ()
+) -> Iterator[PeakOfStep]:
     """Record the uses of ``device`` at the peak of the block: a forward, a backward and an optimizer step.
 
     Args:
         model: its parameters and buffers, whether they train or not.
         optimizer: torch's own, not a wrapper of it. It may step inside the backward.
+        kept: tensors that count as its state, such as an average of the weights.
     """
     peak = PeakOfStep()
-    resident = persistent_tensors(model, optimizer)
+    resident = persistent_tensors(model, optimizer, kept)
     held_before = None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
     labels = Labels()
     with _labelling(model, optimizer, labels), record_allocations(labels) as events:
@@ -177,12 +180,12 @@ def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: 
     peak.breakdown = _at_the_peak(on_device, resident, held_before)
 
 
-def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
-    """Return the storages that outlive a step, as far as they are there now."""
+def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Iterable[Tensor] = ()) -> list[Label]:
+    """Return the storages that outlive a step, as far as they are there now; ``kept`` as of ``break_down_peak``."""
     return [
         Label(Use.PARAMETERS, storages_of(resident_tensors(model))),
         Label(Use.GRADIENTS, storages_of(_gradients(model))),
-        Label(Use.OPTIMIZER_STATE, storages_of(_state(optimizer))),
+        Label(Use.OPTIMIZER_STATE, storages_of([*_state(optimizer), *kept])),
     ]
 
 

@@ -6,7 +6,7 @@ optimizer's state is there, so its peak is that of every later step. On a CPU, w
 is the peak of the run. The clock starts after it. ``docs/measuring.md`` says more.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,7 @@ class MemoryWatch:
     Args:
         model, optimizer: as prepared.
         settings: without them the out-of-memory page names no flags and nothing is recorded.
+        average: tensors that count as the optimizer's state.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class MemoryWatch:
         optimizer: torch.optim.Optimizer,
         batches: GlobalBatches,
         settings: RunSettings | None,
+        average: Sequence[Tensor] = (),
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -169,6 +171,7 @@ class MemoryWatch:
         self.steps, self.layout = batches.steps, batches.layout
         self.metered_step, self.instrumented_step = full_steps(batches.steps, batches.order)
         self.settings = settings or RunSettings(folder=Path(), flags={})
+        self.average = average
         self.on_cpu = accelerator.device.type == "cpu"
         self.planned = self.settings.planned
         self.forward_meter = ForwardMeter(model, self.settings.blocks)
@@ -259,7 +262,7 @@ class MemoryWatch:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        with break_down_peak(self.model, self.optimizer, self.accelerator.device) as peak:
+        with break_down_peak(self.model, self.optimizer, self.accelerator.device, self.average) as peak:
             yield
         self.breakdown = peak.breakdown
         if self.on_cpu and peak.breakdown is not None:

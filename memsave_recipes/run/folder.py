@@ -36,7 +36,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.models.saved import Layout, layout_of
 from memsave_recipes.run.failures import LOG, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
-from memsave_recipes.run.report import check_state
+from memsave_recipes.run.report import checked_state
 from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.run.trackers import METRICS, RunLabels, cut_back, start_trackers
 from memsave_recipes.sharding import gathered, is_sharded
@@ -93,7 +93,7 @@ def begin_run(
         raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
     plan = planned.plan
     if resumed is not None:
-        check_state(resumed.state)
+        checked_state(resumed.state)
         print_lines(accelerator, *resumed.notices, f"going on after {resumed.step} steps")
     elif flags.get("resume"):
         print_lines(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")

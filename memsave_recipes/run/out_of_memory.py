@@ -90,7 +90,7 @@ def _parts(watch: "MemoryWatch") -> dict[str, int]:
     """Return the bytes by kind: as measured, or computed now."""
     if watch.breakdown is not None:
         return {spaced(name.removesuffix("_bytes")): size for name, size in vars(watch.breakdown).items()}
-    stays = persistent_tensors(watch.model, watch.optimizer)
+    stays = persistent_tensors(watch.model, watch.optimizer, watch.average)
     parts = {spaced(label.use.value): sum(label.storages.values()) for label in stays}
     if watch.on_cpu:
         return {**parts, "saved for the backward": watch.forward_meter.num_bytes}

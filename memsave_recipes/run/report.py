@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,22 @@ from memsave_recipes.text import printable
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
+from memsave_recipes.training.weight_average import WeightAverage
 
-COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss")
+COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_figure", "stale_evaluations")
 """The attributes of a ``RunReport`` that a checkpoint keeps as they are."""
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mse")
 
 
-def check_state(state: Any) -> None:
-    """Refuse a record that no ``RunReport.state_dict`` has made.
+def checked_state(state: Any) -> Any:
+    """Return a record of ``RunReport.state_dict``, also of an earlier version, which knew the lowest loss alone.
 
     Raises:
         InputError: something is missing, or is of another kind.
     """
+    if isinstance(state, dict) and "best_loss" in state:
+        lowest = state["best_loss"]
+        state = {**state, "best_figure": None if lowest == inf else lowest, "stale_evaluations": 0}
     match state:
         case {
             "samples_seen": int(),
@@ -48,12 +53,13 @@ def check_state(state: Any) -> None:
             "train_loss": float(),
             "evaluated": dict(),
             "evaluated_at": int() | None,
-            "best_loss": float(),
+            "best_figure": float() | None,
+            "stale_evaluations": int(),
             "losses": dict(),
             "clock": dict(),
             "trackers": {"name": str()},
         }:
-            return
+            return state
     raise InputError(
         "--resume: the record of the checkpoint is not what a run saves: put it back, or begin anew with --overwrite"
     )
@@ -65,6 +71,7 @@ class RunReport:
     Args:
         model, optimizer: as prepared.
         settings: those of ``begin_run``; without them the out-of-memory page names no flags.
+        average: of the weights, if there is one.
     """
 
     def __init__(
@@ -74,12 +81,14 @@ class RunReport:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: RunSettings | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.batches = batches
         self.device = device_name(accelerator.device)
-        self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings)
+        averages = () if average is None else tuple(average.tensors.values())
+        self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings, averages)
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(
@@ -93,7 +102,8 @@ class RunReport:
         self.train_loss = float("nan")
         self.evaluated: dict[str, float] = {}
         self.evaluated_at: int | None = None
-        self.best_loss = float("inf")
+        self.best_figure: float | None = None
+        self.stale_evaluations = 0
 
     def count_flops(self, batch: GlobalBatch, loss_of: Callable[[Batch], Tensor]) -> None:
         """Count the model's FLOPs once, on the first micro-batch of the run, before it is trained on.
@@ -164,8 +174,11 @@ class RunReport:
         is_time = step % (every or self.batches.order.steps_per_epoch) == 0 or step == self.batches.steps.stop
         return is_time and step != self.evaluated_at
 
-    def log_evaluation(self, step: int, figures: dict[str, float]) -> bool:
-        """Log an evaluation after ``step``; return whether its loss is the lowest so far.
+    def log_evaluation(self, step: int, figures: dict[str, float], *, metric: str, threshold: float) -> bool:
+        """Log an evaluation after ``step``; return whether it is the best so far by ``metric``.
+
+        One that is not better by more than ``threshold`` adds to ``stale_evaluations``, as of transformers'
+        ``EarlyStoppingCallback``.
 
         Raises:
             NotFinite: its loss is not finite.
@@ -177,10 +190,12 @@ class RunReport:
                 "lower --learning_rate and --weight_decay, or look at the held-out data"
             )
         self.evaluated, self.evaluated_at = figures, step
-        is_best = figures["loss"] < self.best_loss
-        if is_best:
-            self.best_loss = figures["loss"]
-        return is_best
+        sign, before = -1 if metric in LOWER_IS_BETTER else 1, self.best_figure
+        gain = inf if before is None else sign * (figures[metric] - before)
+        self.stale_evaluations = 0 if gain > threshold else self.stale_evaluations + 1
+        if gain > 0:
+            self.best_figure = figures[metric]
+        return gain > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the rows so far to the disk, and return what a resumed run has to know, in plain values.
@@ -200,6 +215,7 @@ class RunReport:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts of ``state_dict``."""
+        state = checked_state(state)
         for name in (*COUNTED, "tokens_seen"):
             setattr(self, name, state[name])
         self.losses.load_state_dict(state["losses"])

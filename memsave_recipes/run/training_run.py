@@ -1,7 +1,7 @@
 """The last phase of a run: its steps, what is logged, evaluated and saved after each, and how it is finished."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
 from memsave_recipes.distributed import on_main_process
+from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.models.slices import slices_of
 from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
@@ -23,6 +24,7 @@ from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import describe_environment
 from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
+from memsave_recipes.training.weight_average import WeightAverage
 
 
 class TrainingRun:
@@ -54,6 +56,7 @@ class TrainingRun:
         self.num_trained = sum(p.numel() for p in prepared.unwrapped.parameters() if p.requires_grad)
         self.num_parameters = sum(parameter.numel() for parameter in prepared.unwrapped.parameters())
         self._saved = prepared.unwrapped if saved is None else saved
+        self._average = self._make_average()
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
         settings = begin_run(
@@ -69,21 +72,31 @@ class TrainingRun:
         )
         self.accelerator.print(*filter(None, self._lines(notices)), sep="\n")
         model, optimizer = prepared.model, prepared.optimizer
-        self._guard = NonFiniteGuard(self.accelerator, model, optimizer, skips=self.args.skip_nonfinite)
-        self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings)
+        skips = self.args.skip_nonfinite
+        waits = skips > 0 and self._average is not None  # which a step that is left out must not move
+        self._guard = NonFiniteGuard(self.accelerator, model, optimizer, skips=skips, waits=waits)
+        self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings, self._average)
         if resumed is not None:
             self._go_on(resumed)
 
     def steps(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches that are left, with a progress bar. Count FLOPs before the first is trained on."""
+        """Yield the global batches that are left, with a progress bar. Count FLOPs before the first is trained on.
+
+        They end where the evaluations have not improved for ``--early_stopping_patience``. With ``--ema_decay`` the
+        model has the average of its weights from then on.
+        """
         if self.args.eval_only:
             return
         first = self.accelerator.is_main_process
         self._progress = ProgressBar(self.batches, shown=first, unit="step", delay=0, leave=True)
-        for batch in self._report.clock.loading(self._progress):
+        for batch in () if self._stops_early() else self._report.clock.loading(self._progress):
             self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
             self._report.count_flops(batch, self.prepared.loss_of)
             yield batch
+            if self._stops_early():
+                break
+        if self._average is not None:
+            self._average.apply()
 
     def paused(self) -> AbstractContextManager[None]:
         """Stop the run's clock inside."""
@@ -103,7 +116,8 @@ class TrainingRun:
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
         """Return whether the optimizer may step: not where ``--skip_nonfinite`` skips a loss or gradient."""
-        return self._guard.should_step(batch, grad_norm)
+        self._may_step = self._guard.should_step(batch, grad_norm)
+        return self._may_step
 
     def log_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
         """Count a finished step, log the window that it ends, and save the last step of the run.
@@ -111,6 +125,9 @@ class TrainingRun:
         Raises:
             NotFinite: more steps of the window than allowed are not finite.
         """
+        was_skipped = getattr(self.prepared.optimizer, "step_was_skipped", False)
+        if self._average is not None and self._may_step and not was_skipped:
+            self._average.update()
         self._report.count(batch, grad_norm)
         self.prepared.handle.check_first_step(self.accelerator.print)
         self.step = batch.step + 1
@@ -153,9 +170,13 @@ class TrainingRun:
                 num_workers=self.run.num_workers,
                 **options,
             )
-            figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._report.state_dict))
-            if self._report.log_evaluation(self.step, figures) and self.args.save_best:
-                self._checkpoints.save_best(self.step, weight_writers(self.accelerator, self._saved))
+            with nullcontext() if self._average is None else self._average.applied():
+                figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._state_in_evaluation))
+                self._check_metric(figures)
+                compared = {"metric": self.args.metric_for_best_model, "threshold": self.args.early_stopping_threshold}
+                is_best = self._report.log_evaluation(self.step, figures, **compared)
+                if is_best and self.args.save_best:
+                    self._checkpoints.save_best(self.step, weight_writers(self.accelerator, self._saved))
 
     def save_if_due(self) -> None:
         """Save a checkpoint if it is time, or a signal asks for it.
@@ -220,6 +241,48 @@ class TrainingRun:
         """Wait for a save in the background."""
         self._checkpoints.finish_writing()
 
+    def _state_in_evaluation(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, which has the weights and not their average."""
+        if self._average is not None:
+            self._average.take_off()
+        return self._report.state_dict()
+
+    def _check_metric(self, figures: dict[str, float]) -> None:
+        """``--metric_for_best_model`` is a figure of the evaluations.
+
+        Raises:
+            InputError: it is none; the step has been saved.
+        """
+        metric = self.args.metric_for_best_model
+        if metric not in figures:
+            if self.step:
+                self._checkpoints.save(self.step, self._state_in_evaluation())
+            raise InputError(
+                f"--metric_for_best_model {metric}: must be one of {', '.join(sorted(figures))}; go on with --resume"
+            )
+
+    def _stops_early(self) -> bool:
+        """Return whether the run ends here by ``--early_stopping_patience``; if so, save its last step."""
+        patience, best = self.args.early_stopping_patience, self._report.best_figure
+        is_last = self.step == self.batches.steps.stop
+        if is_last or patience is None or self._report.stale_evaluations < patience:
+            return False
+        with self._report.clock.paused():
+            self._checkpoints.save(self.step, self._report.state_dict())
+        self.batches.end_after(self.step)
+        self.accelerator.print(
+            f"--early_stopping_patience {patience}: the run ends after step {self.step}, as its last {patience} "
+            f"evaluations were not better than a {self.args.metric_for_best_model} of {best:.4f}"
+        )
+        return True
+
+    def _make_average(self) -> WeightAverage | None:
+        """Make the average of ``--ema_decay``."""
+        decay = self.args.ema_decay
+        if decay is None or self.args.eval_only:
+            return None
+        return WeightAverage(self.accelerator.unwrap_model(self.prepared.model), decay)
+
     def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
         """Yield what is printed before the first step."""
         layout, model = self.batches.layout, self.prepared.unwrapped
@@ -233,7 +296,8 @@ class TrainingRun:
 
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:
         prepared, folder = self.prepared, self.run.folder
-        train_state = TrainState(self.accelerator, prepared.model, prepared.optimizer, prepared.scheduler)
+        parts = prepared.model, prepared.optimizer, prepared.scheduler
+        train_state = TrainState(self.accelerator, *parts, self._average)
         if not self.args.eval_only:
             on_main_process(self.accelerator, lambda: check_room(folder.path, train_state, self.run.flags))
         return Checkpoints(
@@ -253,15 +317,17 @@ class TrainingRun:
         )
 
     def _go_on(self, resumed: Resumed) -> None:
-        """Restore the counts; where the best weights are lost, forget their loss, so that later ones are saved."""
+        """Restore the counts; where the best weights are lost, forget their figure, so that later ones are saved."""
         self.step = resumed.step
         self._report.load_state_dict(resumed.state)
-        best_loss = self._report.best_loss
-        if not self.args.save_best or on_main_process(self.accelerator, self._checkpoints.has_best):
+        metric_before = (self.run.folder.earlier or {}).get("metric_for_best_model", "loss")
+        if metric_before != self.args.metric_for_best_model:
+            self._report.best_figure, self._report.stale_evaluations = None, 0
+        best = self._report.best_figure
+        if best is None or not self.args.save_best or on_main_process(self.accelerator, self._checkpoints.has_best):
             return
-        if best_loss < float("inf"):
-            self.accelerator.print(
-                f"note: the weights of the lowest evaluation loss so far ({best_loss:.4f}) are not in checkpoints/: "
-                "--save_best begins anew"
-            )
-        self._report.best_loss = float("inf")
+        self.accelerator.print(
+            f"note: the weights of the best evaluation so far ({self.args.metric_for_best_model} {best:.4f}) are not "
+            "in checkpoints/: --save_best begins anew"
+        )
+        self._report.best_figure = None

@@ -30,8 +30,8 @@ MOMENTS = {"1": "dynamic", "2": "udynamic"}
 class AdamW8bitInParts(AdamW8bit):
     """``AdamW8bit`` of which parameters may be in shards: NOTE [ 8 bits in shards ]."""
 
-    def __init__(self, parameters: list[dict[str, Any]], *, lr: float, weight_decay: float) -> None:
-        self._untyped.__init__(parameters, lr=lr, weight_decay=weight_decay)
+    def __init__(self, parameters: list[dict[str, Any]], **of_adamw: Any) -> None:
+        self._untyped.__init__(parameters, **of_adamw)
 
     @property
     def _untyped(self) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
@@ -85,6 +86,14 @@ def in_order_of_steps(optim: OptimizerSettings, model: nn.Module) -> dict[str, l
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those that train, in their order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What ``--ema_decay`` averages, by name: the parameters that train, and the statistics of BatchNorm."""
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    statistics = {f"{name}.{key}": buffer for name, norm in norms for key, buffer in norm.named_buffers(recurse=False)}
+    weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return weights | {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
 
 
 def state_bytes(

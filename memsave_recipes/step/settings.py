@@ -126,6 +126,7 @@ class OptimizerSettings:
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
         weight_decay, decay_all: of matrices, or of all parameters.
         momentum: of ``sgd``.
+        ema_decay: of the average of the weights; ``None``: there is none.
     """
 
     optimizer: str
@@ -134,6 +135,7 @@ class OptimizerSettings:
     weight_decay: float
     decay_all: bool
     momentum: float
+    ema_decay: float | None = None
 
     @property
     def update_rule(self) -> str:

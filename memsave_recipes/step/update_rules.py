@@ -47,18 +47,24 @@ from memsave_recipes.step.batch_layout import seed_for
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for ``matrices`` and AdamW for ``others``, both in groups of parameters, as one optimizer."""
+    """Muon for ``matrices`` and AdamW for ``others``, both in groups of parameters, as one optimizer.
 
-    def __init__(self, matrices: list[dict[str, Any]], others: ParamsT, *, lr: float, weight_decay: float) -> None:
+    Args:
+        of_adamw: ``betas`` and ``eps``.
+    """
+
+    def __init__(
+        self, matrices: list[dict[str, Any]], others: ParamsT, *, lr: float, weight_decay: float, **of_adamw: Any
+    ) -> None:
         is_cut = any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"])
         kind = MuonInShards if is_cut else Muon
         self._muon = kind(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW(others, lr=lr, weight_decay=weight_decay, fused=True)
+        self._adamw = AdamW(others, lr=lr, weight_decay=weight_decay, fused=True, **of_adamw)
         groups = [
             *({**group, "use_muon": True} for group in self._muon.param_groups),
             *({**group, "use_muon": False} for group in self._adamw.param_groups),
         ]
-        super().__init__(groups, {})
+        super().__init__(groups, {"lr": lr})  # which schedules of transformers read
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
@@ -136,8 +142,17 @@ class StochasticAdamW(Optimizer):
         seed: of the rounding.
     """
 
-    def __init__(self, parameters: ParamsT, *, lr: float, weight_decay: float, seed: int) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        parameters: ParamsT,
+        *,
+        lr: float,
+        weight_decay: float,
+        seed: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._seed = seed
         in_order = (parameter for group in self.param_groups for parameter in group["params"])
         self._numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(in_order)}

@@ -1,9 +1,11 @@
 """The flags that every recipe shares, each checked when it is read."""
 
+import json
 import os
 from dataclasses import dataclass, field
+from inspect import signature
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,9 +15,22 @@ from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import FULL, NONE
 from memsave_recipes.step.settings import AUTO, OptimizerSettings
 
-# Schedules that need no argument beyond the number of steps.
-Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+"""Those of transformers that are functions of the step alone."""
 
+GIVEN_TO_SCHEDULES = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+WITHOUT_ARGUMENTS = {"constant", "constant_with_warmup"}
+"""Schedules to which transformers hands no further arguments."""
 MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
@@ -267,7 +282,17 @@ class CheckpointArguments:
     )
     keep_checkpoints: int = field(default=2, metadata={"help": "number of checkpoints to keep, the newest"})
     save_best: bool = field(
-        default=False, metadata={"help": "save the weights of the lowest evaluation loss as checkpoints/best-STEP"}
+        default=False, metadata={"help": "save the weights of the best evaluation as checkpoints/best-STEP"}
+    )
+    metric_for_best_model: str = field(
+        default="loss",
+        metadata={"help": "figure of an evaluation by which --save_best and --early_stopping_patience compare"},
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "evaluations in a row without a better figure after which the run ends"}
+    )
+    early_stopping_threshold: float = field(
+        default=0.0, metadata={"help": "how much better a figure has to be to count for --early_stopping_patience"}
     )
     async_save: bool = field(
         default=False,
@@ -292,6 +317,10 @@ class CheckpointArguments:
         timeout = self.collective_timeout_minutes
         require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "above 0 and at most 1e6")
         require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "at least 0")
+        patience, threshold = self.early_stopping_patience, self.early_stopping_threshold
+        require(patience is None or patience >= 1, "--early_stopping_patience", patience, "at least 1")
+        in_range = isfinite(threshold) and threshold >= 0
+        require(in_range, "--early_stopping_threshold", threshold, "finite and at least 0")
 
 
 @dataclass(kw_only=True)
@@ -319,11 +348,25 @@ class OptimizerArguments(OptimizerSettings):
         metadata={"help": "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd"},
     )
     decay_all: bool = field(default=False, metadata={"help": "apply weight decay to norms and biases, too"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "decay of AdamW's mean of gradients"})
+    adam_beta2: float = field(default=0.999, metadata={"help": "decay of AdamW's mean of squared gradients"})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "added to the root of AdamW's squared gradients"})
     momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
     lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "learning-rate schedule after the warm-up"})
+    lr_scheduler_kwargs: str = field(
+        default="{}",
+        metadata={"help": 'arguments of the schedule as transformers names them, in JSON: {"min_lr_rate": 0.1}'},
+    )
     warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})
     max_grad_norm: float = field(
         default=1.0, metadata={"help": "norm to which the gradient of the global batch is clipped; 0: no clipping"}
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "keep an exponential moving average of the weights, such as 0.999, which is evaluated and saved as "
+            "final/"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -339,8 +382,30 @@ class OptimizerArguments(OptimizerSettings):
             raise InputError(
                 f"--bf16_stochastic_round is for AdamW, and not for --optimizer {self.optimizer}: leave one of them out"
             )
-        require(0 <= self.momentum < 1, "--momentum", self.momentum, "in [0, 1)")
+        for name in ("momentum", "adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, f"--{name}", getattr(self, name), "in [0, 1)")
+        require(0 < self.adam_epsilon <= 1, "--adam_epsilon", self.adam_epsilon, "in (0, 1]")
+        require(self.ema_decay is None or 0 < self.ema_decay < 1, "--ema_decay", self.ema_decay, "in (0, 1)")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """``--lr_scheduler_kwargs`` are arguments of the schedule; their values are for ``make_scheduler`` to try."""
+        if self.lr_scheduler_kwargs == "{}":
+            return
+        flag, value, kind = "--lr_scheduler_kwargs", self.lr_scheduler_kwargs, self.lr_scheduler_type
+        try:
+            arguments = json.loads(value)
+        except (ValueError, RecursionError):
+            arguments = None
+        require(isinstance(arguments, dict), flag, value, "an object in JSON")
+        from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION  # slow to import
+
+        functions: dict[Any, Any] = TYPE_TO_SCHEDULER_FUNCTION
+        takes = set(signature(functions[kind]).parameters) - GIVEN_TO_SCHEDULES
+        takes = set() if kind in WITHOUT_ARGUMENTS else takes
+        named = f"of {', '.join(sorted(takes))}" if takes else f"left out: --lr_scheduler_type {kind} takes none"
+        require(arguments.keys() <= takes, flag, value, named)
 
 
 @dataclass(kw_only=True)
@@ -358,6 +423,11 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             raise InputError(
                 f"--bf16_stochastic_round is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16 "
                 "or leave it out"
+            )
+        if self.ema_decay is not None and self.dtype == "bfloat16":
+            raise InputError(
+                "--ema_decay averages in the dtype of the weights, and bfloat16 rounds its small changes away: take "
+                "--mixed_precision bf16 in place of --dtype"
             )
         if self.in_shards:
             self._check_parts_of_shards()

@@ -22,6 +22,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
    them infinite where the rate is large. So the weights themselves are looked at before they are saved.
 """
 
+import json
 import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -33,9 +34,9 @@ from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, require
 from memsave_recipes.sharding.tensors import is_sharded, local, whole
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
@@ -47,7 +48,7 @@ from memsave_recipes.step.update_rules import (
     StochasticAdamW,
     has_8bit_state,
 )
-from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.arguments import MAX_RATE, OptimizerArguments
 from memsave_recipes.training.batching import GlobalBatch, exact_sum
 
 BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
@@ -67,27 +68,28 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
     parameters = decay_groups(optim, model, trained_parameters(model))
-    lr, weight_decay = optim.learning_rate, optim.weight_decay
+    rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
+    of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     optimizer: Optimizer
     match optim.update_rule:
         case "adamw_bf16":
-            optimizer = StochasticAdamW(parameters, lr=lr, weight_decay=weight_decay, seed=seed)
+            optimizer = StochasticAdamW(parameters, seed=seed, **of_adamw)
         case "sgd":
             in_shards = is_sharded(model)  # for which torch has no fused SGD
             how: dict[str, Any] = {"foreach": in_shards or None, "fused": not in_shards}
-            optimizer = SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=optim.momentum, **how)
+            optimizer = SGD(parameters, momentum=optim.momentum, **rates, **how)
             if not in_shards:
                 optimizer.register_step_pre_hook(_begin_momentum)
         case "adafactor":
-            optimizer = Adafactor(parameters, lr=lr, weight_decay=weight_decay, foreach=False)
+            optimizer = Adafactor(parameters, foreach=False, **rates)
         case "adamw_8bit":
-            optimizer = _adamw_8bit(parameters, lr, weight_decay)
+            optimizer = _adamw_8bit(parameters, **of_adamw)
         case "muon":
             shares = parameters_by_optimizer("muon", model).values()
             matrices, others = (decay_groups(optim, model, share) for share in shares)
-            optimizer = MuonWithAdamW(matrices, others, lr=lr, weight_decay=weight_decay)
+            optimizer = MuonWithAdamW(matrices, others, **of_adamw)
         case _:
-            optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
+            optimizer = AdamW(parameters, fused=True, **of_adamw)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
@@ -106,12 +108,12 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.grad, -0.0)
 
 
-def _adamw_8bit(parameters: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
+def _adamw_8bit(parameters: list[dict[str, Any]], **of_adamw: Any) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
     from memsave_recipes.step.eight_bit import AdamW8bitInParts  # optional, and slow to import
 
-    return AdamW8bitInParts(parameters, lr=lr, weight_decay=weight_decay)
+    return AdamW8bitInParts(parameters, **of_adamw)
 
 
 def describe_state_in_shards(optim: OptimizerArguments, model: nn.Module) -> str | None:
@@ -160,11 +162,26 @@ def _update_size(rule: str, weight: Tensor, learning_rate: float) -> float:
 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
-    """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
+    """Linear warm-up, then the named schedule of transformers over ``num_steps`` optimizer steps.
+
+    Raises:
+        InputError: ``--lr_scheduler_kwargs`` that the schedule cannot compute with.
+    """
     from transformers import get_scheduler  # slow to import, and of no use to --help
 
     length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by the steps after the warm-up
-    scheduler: LRScheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
+    arguments = json.loads(optim.lr_scheduler_kwargs)
+    try:
+        scheduler: LambdaLR = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length, arguments)
+        factors = [float(factor(step)) for factor in scheduler.lr_lambdas for step in (0, length // 2, length - 1)]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"--lr_scheduler_kwargs {optim.lr_scheduler_kwargs}: --lr_scheduler_type {optim.lr_scheduler_type} does "
+            f"not take them ({reason}): look at its arguments in transformers"
+        ) from error
+    in_range = all(0 <= factor <= MAX_RATE for factor in factors)
+    require(in_range, "--lr_scheduler_kwargs", optim.lr_scheduler_kwargs, "such that no rate is below 0 or infinite")
     return scheduler
 
 
@@ -237,12 +254,15 @@ class NonFiniteGuard:
     Args:
         model, optimizer: as prepared, and as the first step finds them.
         skips: how many steps may be left out; with any, BatchNorm's statistics are put back after such a step.
+        waits: learn on the host whether a step is left out.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, *, skips: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, *, skips: int, waits: bool = False
+    ) -> None:
         self.has_scaler = accelerator.scaler is not None
         self.optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper hands nothing on
-        self.takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self.takes_found_inf = not waits and getattr(self.optimizer, "_step_supports_amp_scaling", False)
         norms = [module for module in model.modules() if skips and isinstance(module, _BatchNorm)]
         self.statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 

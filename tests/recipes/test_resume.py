@@ -161,7 +161,7 @@ def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after,
     capsys.readouterr()
     train(*flags, "--resume")
     printed = capsys.readouterr().out
-    assert "the weights of the lowest evaluation loss so far" in printed
+    assert "the weights of the best evaluation so far (loss " in printed
     assert "--save_best begins anew" in printed
     rows = [row for row in rows_of(tmp_path / "run") if "eval/loss" in row and row["step"] > 6]
     names = [path.name for path in (tmp_path / "run/checkpoints").glob("best-*")]

@@ -98,10 +98,15 @@ def test_frozen_parameters_have_no_state():
     assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [*model[2].parameters()]
 
 
+NEEDED = {"cosine_with_min_lr": '{"min_lr_rate": 0.1}', "warmup_stable_decay": '{"num_decay_steps": 2}'}
+"""Arguments without which a schedule of transformers cannot be made."""
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 3, 4, 5, 9])
 @pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_every_schedule_warms_up_and_has_an_end(schedule, warmup_steps):
-    num_steps, optim = 4, OptimizerArguments(lr_scheduler_type=schedule, warmup_steps=warmup_steps, learning_rate=1.0)
+    named = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": NEEDED.get(schedule, "{}")}
+    num_steps, optim = 4, OptimizerArguments(**named, warmup_steps=warmup_steps, learning_rate=1.0)
     optimizer = make_optimizer(optim, build())
     scheduler = make_scheduler(optim, optimizer, num_steps)
     rates = []
@@ -231,6 +236,65 @@ def test_8bit_without_its_library(monkeypatch):
     monkeypatch.setattr("memsave_recipes.training.optimizers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'memsave-recipes\[bitsandbytes\]'"):
         make_optimizer(OptimizerArguments(optimizer="adamw_8bit"), build())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "factors"),
+    [
+        ("cosine_with_min_lr", '{"min_lr_rate": 0.25}', {0: 1, 5: 0.625, 10: 0.25}),
+        ("cosine_with_min_lr", '{"min_lr": 0.5}', {0: 1, 5: 0.625, 10: 0.25}),
+        ("warmup_stable_decay", '{"num_decay_steps": 4, "decay_type": "linear"}', {0: 1, 6: 1, 8: 0.5, 10: 0}),
+        ("polynomial", '{"power": 2, "lr_end": 0}', {0: 1, 5: 0.25, 10: 0}),
+        ("inverse_sqrt", '{"timescale": 4}', {0: 1, 12: 0.5}),
+    ],
+)
+def test_a_schedule_has_its_arguments(schedule, arguments, factors):
+    flags = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": arguments, "learning_rate": 2.0}
+    for optimizer in ("adamw", "muon"):
+        optim = OptimizerArguments(optimizer=optimizer, **flags)
+        (factor, *_) = make_scheduler(optim, make_optimizer(optim, build()), 10).lr_lambdas
+        assert {step: factor(step) for step in factors} == pytest.approx(factors)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "message"),
+    [
+        ("cosine", "0.1", "an object in JSON"),
+        ("cosine", "{min_lr: 1}", "an object in JSON"),
+        ("cosine", '{"min_lr_rate": 0.1}', "must be of num_cycles"),
+        ("cosine", '{"last_epoch": 3}', "must be of num_cycles"),
+        ("constant", '{"num_cycles": 1}', "left out: --lr_scheduler_type constant takes none"),
+        ("warmup_stable_decay", "{}", "num_decay_steps"),
+        ("cosine_with_min_lr", "{}", "min_lr"),
+        ("polynomial", '{"power": "two"}', "does not take them"),
+        ("polynomial", '{"lr_end": 5}', "does not take them"),
+        ("cosine_with_min_lr", '{"min_lr_rate": 1e40}', "no rate is below 0"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused(schedule, arguments, message):
+    def make():
+        optim = OptimizerArguments(lr_scheduler_type=schedule, lr_scheduler_kwargs=arguments, learning_rate=1.0)
+        return make_scheduler(optim, make_optimizer(optim, build()), 10)
+
+    with pytest.raises(InputError, match=message) as error:
+        make()
+    assert error.value.one_line.startswith("--lr_scheduler_kwargs")
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon", "adamw_bf16"])
+def test_every_adamw_has_the_betas_and_the_epsilon(name):
+    """A first step without memory goes by g / (|g| + epsilon): by half the rate where epsilon is |g|."""
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    flags = {"bf16_stochastic_round": True} if name == "adamw_bf16" else {"optimizer": name}
+    flags |= {"adam_beta1": 0.0, "adam_beta2": 0.0, "adam_epsilon": 0.5, "learning_rate": 0.25}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make_optimizer(OptimizerArguments(**flags), model)
+    before = model[1].bias.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    assert torch.allclose(before - model[1].bias, torch.full((4,), 0.125))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
