@@ -57,6 +57,7 @@ class TrainingRun:
         self.num_parameters = sum(parameter.numel() for parameter in prepared.unwrapped.parameters())
         self._saved = prepared.unwrapped if saved is None else saved
         self._average = self._make_average()
+        self._may_step = True
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
         settings = begin_run(
