@@ -125,8 +125,9 @@ def describe(args: Arguments, label_names: tuple[str, ...], *, assumed: tuple[st
 
     def micro_batch(size: int) -> Batch:
         images = torch.empty(size, 3, args.image_size, args.image_size, dtype=torch.uint8, device="meta")
-        batch = {"images": images, "labels": torch.empty(size, dtype=torch.int64, device="meta")}
-        return batch if args.augmentation == "none" else batch | {"affine": torch.empty(size, 2, 3, device="meta")}
+        shares, classes = (size, len(label_names)), torch.empty(size, dtype=torch.int64, device="meta")
+        batch = {"images": images, "labels": torch.empty(shares, device="meta") if args.mixes else classes}
+        return batch | {"affine": torch.empty(size, 2, 3, device="meta")} if args.affine else batch
 
     return Task(
         run=args,

@@ -24,11 +24,16 @@ MAX_LISTED = 16
 
 @dataclass(frozen=True)
 class SampleKey:
-    """The index of a data set: a sample, its epoch, and whether it counts or is padding."""
+    """The index of a data set: a sample, its epoch, whether it counts or is padding, and its partner.
+
+    The partner, for what mixes two samples, is the one before it in the global batch, and the last one of the first. So
+    a micro-batch has one picture more to load, and no rank or micro-batch changes who is mixed with whom.
+    """
 
     index: int
     epoch: int = 0
     counted: bool = True
+    partner: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,4 +266,5 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for epoch, samples in self.order.steps(self.first_step, self.last_step):
             for positions in self.layout.micro_batches(len(samples))[self.rank]:
-                yield [SampleKey(samples[i], epoch) for i in positions] or [SampleKey(samples[0], epoch, counted=False)]
+                keys = [SampleKey(samples[i], epoch, partner=samples[i - 1]) for i in positions]
+                yield keys or [SampleKey(samples[0], epoch, counted=False)]

@@ -27,6 +27,7 @@ class Key(NamedTuple):
     index: int
     epoch: int
     counted: bool
+    partner: int | None = None
 
 
 # The digits

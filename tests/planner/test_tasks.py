@@ -26,6 +26,10 @@ BITWISE = ["--bitwise_topology", "--batchnorm", "global"]
 TEXT = ["--model_type", "gpt2", "--config_overrides", GPT2, "--block_size", "128", "--vocab_size", "2048"]
 CASES = {
     "images": ("image_classification", [*IMAGES, "--global_batch_size", "16", "--micro_batch_size", "8"]),
+    "mixed images": (
+        "image_classification",
+        [*IMAGES[:-1], "randaugment", "cutmix", "mixup", "--global_batch_size", "16", "--micro_batch_size", "8"],
+    ),
     "text": ("language_modeling", [*TEXT, "--loss", "full", "--global_batch_size", "4", "--micro_batch_size", "4"]),
     "adapters": ("language_modeling", [*TEXT, "--lora", "--loss", "full", "--global_batch_size", "4"]),
     "lockstep": (

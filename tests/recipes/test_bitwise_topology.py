@@ -57,6 +57,14 @@ def test_two_ranks_and_then_three(train_on_ranks, tmp_path):
     assert_the_same_bits(resumed, straight, 4)
 
 
+def test_mixed_images_keep_the_bits_in_lockstep(train_on_ranks, tmp_path):
+    flags = ["--model", "densenet_small", "--batchnorm", "global", "--augmentation", "flip", "mixup", "cutmix"]
+    flags += ["--global_batch_size", "6", *BITS, "2", "--max_steps", "2", "--save_every", "2", "--logging_steps", "1"]
+    for num_ranks in (1, 2):
+        train_on_ranks(num_ranks, *flags, output=str(num_ranks))
+    assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
+
+
 BUDGET = ["--memory_budget_gib", "1"]
 BITWISE_BUDGET = ["--activation_checkpointing", "budget:bitwise", *BUDGET]
 SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "14", "--max_steps", "3"]

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification
 
+from memsave_recipes.data.vision.augmentation import TRANSFORMS
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.run.training_run import TrainingRun
 
@@ -182,7 +183,7 @@ def flat_folder(image_folder):
 
 def test_a_flat_folder_trains_with_one_line_and_goes_on_with_the_same_images(train, flat_folder, tmp_path, capsys):
     flags = ["--model", "vgg_small", "--data_dir", str(flat_folder), "--image_size", "32", *SHORT]
-    flags += ["--lr_scheduler_type", "constant", "--save_every", "2"]
+    flags += ["--lr_scheduler_type", "constant", "--save_every", "2", "--augmentation", *TRANSFORMS]
     straight = train(*flags, output="straight")
     lines = capsys.readouterr().out.splitlines()
     assert "22 training images, 2 held out; 2 classes: cat, dog" in lines

@@ -47,6 +47,14 @@ def test_any_geometry_trains_the_same(train: Train, layout: str) -> None:
     assert_same_curve(folder, train(1, *FLAGS))
 
 
+def test_mixed_images_train_the_same(train: Train) -> None:
+    """With 5 samples on 2 ranks, one of which has a micro-batch of padding."""
+    flags = [*FLAGS, "--augmentation", "randaugment", "mixup", "cutmix", "--global_batch_size", "5"]
+    folder = train(2, *flags, "--micro_batch_size", "1")
+    assert_same_weights(folder, train(1, *flags))
+    assert_same_curve(folder, train(1, *flags))
+
+
 def assert_same_weights(folder: Path, expected_folder: Path) -> None:
     """Each tensor relative to its largest element, in the worst of them.
 

@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from memsave_recipes.data.sources import LONG_BYTES, Splits, first_of, of_each, progress_bars
-from memsave_recipes.data.vision.augmentation import Augmentation
+from memsave_recipes.data.vision.augmentation import (
+    CROP,
+    MIXES,
+    Augmentation,
+    generator_of,
+    mixed,
+    random_resized_crop,
+    tensor_of,
+    transformed,
+)
 from memsave_recipes.data.vision.image_folder import file_state, readable
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
@@ -45,13 +54,24 @@ GREY, MAX_GREY_BITS = "I;16", 16  # Pillow's modes of such images begin so
 of_each_image = partial(of_each, column="image", dtype="string", threads=8)  # reading and hashing leave Python's lock
 
 
+@dataclass(frozen=True)
+class Key:
+    """What a data set is asked for: a sample, its epoch, whether it counts, and the sample that it is mixed with."""
+
+    index: int
+    epoch: int = 0
+    counted: bool = True
+    partner: int | None = None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """One split, decoded sample by sample; an image that cannot be raises ``InputError`` with its path.
 
-    A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample suits
-    torch's default collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` int64 () that is -100
-    where it is not counted, ``index``, and with an augmentation ``affine`` float32 (2, 3).
+    A key is an ``int`` (a counted sample of epoch 0) or has the attributes of ``Key``. A sample suits torch's default
+    collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` int64 () that is -100 where it is not
+    counted, ``index``, and with an augmentation ``affine`` float32 (2, 3). Where ``transforms`` mix it with its
+    partner, by default itself, ``labels`` are shares of the classes, float32 (C,), all 0 where it is not counted.
     """
 
     rows: datasets.Dataset
@@ -62,6 +82,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     seed: int
     keeps_pixels: bool
     grey_bits: int = MAX_GREY_BITS
+    transforms: tuple[str, ...] = ()
     _kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -74,27 +95,53 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return the samples of a batch, as torch's loader asks for them: one query of Arrow's table for all."""
-        indices = [key if isinstance(key, int) else key.index for key in keys]
-        new = [index for index in indices if index not in self._kept]
-        rows = self.rows[new] if new else {"image": [], "label": []}
-        read = {row[0]: self._read(*row) for row in zip(new, rows["image"], rows["label"], strict=True)}
-        return [
-            self._sample(key, *(self._kept.get(index) or read[index])) for key, index in zip(keys, indices, strict=True)
-        ]
+        """Return the samples of a batch, as torch's loader asks for them: each picture is loaded once."""
+        asked = [Key(key) if isinstance(key, int) else key for key in keys]
+        places = dict.fromkeys((index, key.epoch) for key in asked for index in self._parts(key))
+        pictures = self._load(list(places))
+        return [self._sample(key, *(pictures[index, key.epoch] for index in self._parts(key))) for key in asked]
 
-    def _sample(self, key: Any, pixels: Tensor, label: int) -> dict[str, Any]:
-        index, epoch, counted = (key, 0, True) if isinstance(key, int) else (key.index, key.epoch, key.counted)
-        sample = {"images": pixels, "labels": torch.tensor(label if counted else IGNORED_LABEL), "index": index}
+    def _parts(self, key: Any) -> list[int]:
+        """The sample, and the one that it is mixed with."""
+        partner = key.index if key.partner is None else key.partner
+        return [key.index, partner] if MIXES.keys() & self.transforms else [key.index]
+
+    def _load(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Tensor, int]]:
+        """Return the transformed pixels and the label by index and epoch: one query of Arrow's table for all."""
+        new = [index for index, _ in places if index not in self._kept]
+        rows = self.rows[new] if new else {"image": [], "label": []}
+        stored = dict(zip(new, zip(rows["image"], rows["label"], strict=True), strict=True))
+        loaded = {}
+        for index, epoch in places:
+            pixels, label = self._kept.get(index) or self._read(index, epoch, *stored[index])
+            loaded[index, epoch] = transformed(pixels, self.transforms, self._draws(index, epoch, 2)), label
+        return loaded
+
+    def _draws(self, index: int, epoch: int, stream: int) -> np.random.Generator:
+        return generator_of(seed=self.seed, epoch=epoch, index=index, stream=stream)
+
+    def _sample(
+        self, key: Any, picture: tuple[Tensor, int], partner: tuple[Tensor, int] | None = None
+    ) -> dict[str, Any]:
+        pixels, label = picture
+        if partner is None:
+            sample = {"images": pixels, "labels": torch.tensor(label if key.counted else IGNORED_LABEL)}
+        else:
+            other_pixels, other_label = partner
+            pixels, share = mixed(pixels, other_pixels, self.transforms, self._draws(key.index, key.epoch, 3))
+            shares = torch.zeros(self.rows.features["label"].num_classes, dtype=torch.float64)
+            shares[label] += share
+            shares[other_label] += 1 - share
+            sample = {"images": pixels, "labels": (shares * key.counted).float()}
         if self.augmentation is not None:
             sample["affine"] = self.augmentation.draw(
-                seed=self.seed, epoch=epoch, index=index, image_size=self.image_size
+                seed=self.seed, epoch=key.epoch, index=key.index, image_size=self.image_size
             )
-        return sample
+        return sample | {"index": key.index}
 
-    def _read(self, index: int, image: Stored, label: int) -> tuple[Tensor, int]:
+    def _read(self, index: int, epoch: int, image: Stored, label: int) -> tuple[Tensor, int]:
         try:
-            pixels = pixels_of(image, self.image_size, self.resize_mode, self.grey_bits)
+            pixels = self._pixels(index, epoch, image)
         except Exception as error:
             name = _name_of(image, index, self.split)
             hint = "replace it, delete it, or pass --skip_broken_images"
@@ -102,6 +149,13 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if self.keeps_pixels and torch.utils.data.get_worker_info() is None:
             self._kept[index] = pixels, label
         return pixels, label
+
+    def _pixels(self, index: int, epoch: int, image: Stored) -> Tensor:
+        if CROP not in self.transforms:
+            return pixels_of(image, self.image_size, self.resize_mode, self.grey_bits)
+        return tensor_of(
+            random_resized_crop(decode(image, self.grey_bits), self.image_size, self._draws(index, epoch, 1))
+        )
 
 
 def without_broken(
@@ -148,8 +202,7 @@ def _largest_grey(stored: Stored) -> str:
 
 def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bits: int = MAX_GREY_BITS) -> Tensor:
     """Return the pixels of an image, uint8 (3, image_size, image_size); raises as ``decode``."""
-    image = resized(decode(stored, grey_bits), image_size, resize_mode)
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
+    return tensor_of(resized(decode(stored, grey_bits), image_size, resize_mode))
 
 
 def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:

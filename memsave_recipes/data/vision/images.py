@@ -6,14 +6,13 @@ them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import datasets
 import numpy as np
 
 from memsave_recipes.data import in_classes_of_model
 from memsave_recipes.data.sources import Splits, choose_splits, first_of, hold_out, progress_bars
-from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
+from memsave_recipes.data.vision.augmentation import AUGMENTATIONS, CROP, MIXES, TRANSFORMS, Augmentation
 from memsave_recipes.data.vision.decoding import (
     LIST,
     MAX_GREY_BITS,
@@ -68,8 +67,13 @@ class ImageDataArguments:
             "help": "crop: resize the shorter side to --image_size, then cut out the middle; squash: resize both sides"
         },
     )
-    augmentation: Literal["digits", "article", "none"] | None = field(
-        default=None, metadata={"help": "of the training images; default: digits for digits, else article"}
+    augmentation: str = field(  # never None after __post_init__
+        default=None,  # type: ignore[assignment]
+        metadata={
+            "nargs": "+",
+            "help": f"of the training images: {join_names(AUGMENTATIONS)}, or some of {join_names(TRANSFORMS)}; "
+            "default: digits for digits, else article",
+        },
     )
     skip_broken_images: bool = field(default=False, metadata={"help": "leave out and name unreadable images"})
 
@@ -84,7 +88,28 @@ class ImageDataArguments:
         if self.image_size is None:
             self.image_size = DIGITS_SIZE if is_digits else PHOTOGRAPH_SIZE
         require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
-        self.augmentation = self.augmentation or ("digits" if is_digits else "article")
+        given = self.augmentation or ("digits" if is_digits else "article")
+        given = given if isinstance(given, str) else " ".join(given)  # the parser gives a list
+        words = set(given.split())
+        is_known = words <= set(TRANSFORMS) or (len(words) == 1 and words <= AUGMENTATIONS.keys())
+        rule = f"one of {join_names(AUGMENTATIONS)}, or some of {join_names(TRANSFORMS)}"
+        require(is_known, "--augmentation", given, rule)
+        self.augmentation = " ".join(name for name in (*AUGMENTATIONS, *TRANSFORMS) if name in words)
+
+    @property
+    def affine(self) -> Augmentation | None:
+        """The maps that images move by on the device."""
+        return AUGMENTATIONS.get(self.augmentation)
+
+    @property
+    def transforms(self) -> tuple[str, ...]:
+        """Names of ``TRANSFORMS``, in their order."""
+        return tuple(name for name in self.augmentation.split() if name in TRANSFORMS)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed, so that their labels are shares of the classes."""
+        return not MIXES.keys().isdisjoint(self.transforms)
 
     @property
     def source(self) -> str:
@@ -174,10 +199,14 @@ def load_images(
             resize_mode=flags.resize_mode,
             augmentation=applied,
             seed=seed,
-            keeps_pixels=num_bytes <= MAX_KEPT_BYTES,
+            transforms=transforms,
+            keeps_pixels=num_bytes <= MAX_KEPT_BYTES and CROP not in transforms,
             grey_bits=grey_bits or MAX_GREY_BITS,
         )
-        for name, applied in (("train", AUGMENTATIONS[str(flags.augmentation)]), ("validation", None))
+        for name, applied, transforms in (
+            ("train", flags.affine, flags.transforms),
+            ("validation", None, ()),
+        )
     )
     return ImageSplits(
         train=train,

@@ -148,7 +148,7 @@ FLAGS: dict[str, dict[str, Values]] = {
         "resize_mode": Values(("crop", "squash"), (None, "", "x")),
         "validation_fraction": real(bad=("0", "1", "1.5"), odd=("0.2",)),  # of data without a validation split alone
         "nested_classes": Values(("no",), SWITCH[1], (None, "true")),
-        "augmentation": Values(("digits", "article", "none"), (None, "", "x")),
+        "augmentation": Values(("digits", "article", "none", "mixup"), (None, "", "x")),
         "skip_broken_images": Values(*SWITCH),
         "channels_last": Values(*SWITCH),
         "model": Values((), (None, "", "vgg", "VGG16", "é"), ("vgg_small", "densenet_small")),
