@@ -9,7 +9,7 @@ from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, seed_for
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.evaluation import evaluate_classifier
+from memsave_recipes.training.evaluation import LabelArguments, evaluate_classifier, summed_loss
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
 
@@ -19,6 +19,7 @@ __all__ = [
     "GlobalBatch",
     "GlobalBatches",
     "InputError",
+    "LabelArguments",
     "PreparedRun",
     "RecipeArguments",
     "Run",
@@ -31,4 +32,5 @@ __all__ = [
     "require",
     "run_recipe",
     "seed_for",
+    "summed_loss",
 ]

@@ -28,7 +28,7 @@ TABLE = {
         {"fingerprint", "hub", "losses"},  # losses: the label that they leave out
         {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     ),
-    "inference": ({"data", "models"}, {"torch", "transformers", "PIL"}),
+    "inference": ({"data", "losses", "models"}, {"torch", "transformers", "PIL"}),
     "activations": ({"plans"}, {"numpy", "psutil", "torch", "transformers"}),
     "sharding": ({"activations", "plans"}, {"accelerate", "torch"}),
     "step": ({"plans", "sharding"}, {"torch", "transformers", "bitsandbytes"}),
@@ -38,7 +38,7 @@ TABLE = {
     "equivalence": ({"activations", "plans", "profiling", "sharding"}, {"torch"}),
     "training": (
         {"activations", "exact", "losses", "plans", "processes", "sharding", "step"},
-        {"torch", "accelerate", "transformers", "yaml", "psutil", "datasets", "evaluate", "sklearn"},
+        {"torch", "accelerate", "transformers", "yaml", "psutil", "datasets", "evaluate", "scipy", "sklearn"},
     ),
     "checkpoints": (
         {"distributed", "fingerprint", "processes", "sharding", "step", "training"},
@@ -84,6 +84,7 @@ ONLY_IN = {
     "tokenizers": "data/text/tokenizers.py",
     "filelock": "checkpoints/saver.py",
     "sklearn": ("data/vision/images.py", "training/evaluation.py"),
+    "scipy": "training/evaluation.py",
     "yaml": "training/parsing.py",
     "kornia": "data/vision/augmentation.py",
 }

@@ -8,7 +8,8 @@ NOTE [ the exact global batch ]
    whose label is -100, so that no rank misses a collective and no sample is counted twice.
 3. *Weight.* With l_i the losses of the valid positions of the global batch and V their number over all ranks, counted
    before the first forward, the loss of the step is  L = (1 / V) * sum_i l_i.  Each micro-batch gives the *sum* of its
-   own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L.
+   own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L. Where samples have weights w_i
+   (``--class_weights``), l_i has its factor already and V is the sum of all w_i, which every rank knows by rule 1.
 4. *Scaling.* DDP divides the summed gradients by the number of ranks W, so the backward starts from
    W / V * sum. Accelerate divides by its ``gradient_accumulation_steps``, which stays 1.
 5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces the
@@ -33,7 +34,7 @@ With ``--bitwise_topology`` the result has the same bits on any number of ranks,
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class GlobalBatches:
         num_steps: where the run ends.
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
+        weights: of the samples in their mean, (N,), where they do not count alike: rule 3.
         first_step: where the run begins.
         num_workers: processes that load data.
     """
@@ -90,6 +92,7 @@ class GlobalBatches:
         num_steps: int,
         seed: int,
         count_valid: Callable[[Batch], Tensor] | None = None,
+        weights: Sequence[float] | None = None,
         collate_fn: Callable[[list[Any]], Batch] = default_collate,
         first_step: int = 0,
         num_workers: int = 0,
@@ -100,6 +103,7 @@ class GlobalBatches:
         self.seed = seed
         self.steps = range(first_step, num_steps)
         self.count_valid = count_valid
+        self.weights = weights
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.num_workers = num_workers
@@ -134,6 +138,7 @@ class GlobalBatches:
 
     def __iter__(self) -> Iterator["GlobalBatch"]:
         micro_batches = iter(self._make_loader())
+        samples = self.order.steps(self.steps.start, self.steps.stop)
         for step in self.steps:
             num_samples = self.order.num_samples_in(step)
             count = len(self.layout.micro_batches(num_samples)[0])
@@ -144,6 +149,7 @@ class GlobalBatches:
                 epoch=self.order.epoch(step),
                 num_samples=num_samples,
                 num_valid=self._num_valid(mine, num_samples),
+                weight=None if self.weights is None else exact_sum(self.weights[index] for index in next(samples)[1]),
                 micro_batches=mine,
                 seed=self.seed,
             )
@@ -209,6 +215,7 @@ class GlobalBatch:
         step, epoch: from 0.
         num_samples: of the whole step, over all ranks.
         num_valid: positions that count in its loss, over all ranks; a tensor on the device.
+        weight: the sum of the weights of the samples of the whole step, where they have some.
         micro_batches: this rank's, on the host.
     """
 
@@ -217,6 +224,7 @@ class GlobalBatch:
     epoch: int
     num_samples: int
     num_valid: Tensor
+    weight: float | None = None
     micro_batches: list[Batch]
     seed: int
     loss: Tensor | float = 0.0
@@ -238,8 +246,8 @@ class GlobalBatch:
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
 
     def _weighted(self, loss_sum: Tensor) -> Tensor:
-        """A global batch without a valid position has no loss: 0 / 1, not 0 / 0."""
-        return loss_sum / self.num_valid.clamp(min=1)
+        """A global batch without a valid position, or without weight, has no loss: 0 / 1, not 0 / 0."""
+        return loss_sum / (self.num_valid.clamp(min=1) if self.weight is None else self.weight or 1.0)
 
     def _position(self, index: int) -> tuple[int | None, ...]:
         """Of a micro-batch in its step, for the seed of dropout."""

@@ -1,20 +1,22 @@
-"""Evaluation on any number of ranks: every sample once, and the figures of all of them together."""
+"""Labelled samples: the flags of their loss, and evaluation on any number of ranks, every sample once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from math import isfinite, nan
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.errors import packages_of
-from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.errors import InputError, check_file, packages_of, require
+from memsave_recipes.losses import IGNORED_LABEL, MULTI, REGRESSION, SINGLE, LabelLoss, ProblemType
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
-from memsave_recipes.text import ProgressBar
+from memsave_recipes.text import ProgressBar, join_names
 from memsave_recipes.training.batching import exact_sum, make_loader
+from memsave_recipes.training.parsing import read_mapping
 
 with packages_of("vision,text", "accuracies"):
     import datasets
@@ -25,7 +27,78 @@ The share of predictions that equal their references, and F1, the harmonic mean 
 With ``average="binary"`` F1 is that of class 1, as ``f1``, which is what GLUE reports; with ``"macro"`` the mean over
 all classes that occur, each counting the same, as ``f1_macro``; with ``None``, the default, there is no F1.
 """
+BALANCED = "balanced"
+TOP_K, MAX_NAMED = 5, 12
+MAX_CONFUSED = 50
+"""Classes up to which the results have a confusion matrix."""
 _INPUTS = "predictions and references: class indices, equally many; average: None (default), binary or macro"
+
+
+@dataclass(kw_only=True)
+class LabelArguments:
+    """The loss of labelled samples."""
+
+    label_smoothing_factor: float = field(
+        default=0.0, metadata={"help": "part of the loss that all classes share evenly; 0: the label's alone"}
+    )
+    class_weights: str | None = field(
+        default=None,
+        metadata={"help": "weights of classes in the mean loss: balanced, or a .json or .yaml with one for each name"},
+    )
+
+    def __post_init__(self) -> None:
+        factor = self.label_smoothing_factor
+        require(0 <= factor < 1, "--label_smoothing_factor", factor, "in [0, 1)")
+        if self.class_weights not in (None, BALANCED):
+            check_file("--class_weights", str(self.class_weights))
+
+    def label_loss(
+        self, problem_type: ProblemType, label_names: Sequence[str], labels: Sequence[Any] | None = None
+    ) -> LabelLoss:
+        """Return the loss of the flags.
+
+        Args:
+            labels: of the samples to train on, indices of classes; ``None`` before they are there.
+
+        Raises:
+            InputError: smoothing or weights for other labels than one class a sample; a file without a weight for each
+                of the classes.
+        """
+        if problem_type == SINGLE:
+            weights = self.class_weights and self._weights_of(label_names, labels)
+            return LabelLoss(label_smoothing=self.label_smoothing_factor, class_weights=weights or None)
+        for flag in ("label_smoothing_factor", "class_weights"):
+            if value := getattr(self, flag):
+                raise InputError(f"--{flag} {value} is for samples of one class each, not {problem_type}: leave it out")
+        return LabelLoss(problem_type=problem_type)
+
+    def _weights_of(self, label_names: Sequence[str], labels: Sequence[int] | None) -> tuple[float, ...]:
+        if labels is None:
+            return (1.0,) * len(label_names)
+        if self.class_weights == BALANCED:
+            from sklearn.utils import compute_sample_weight  # by the formula of compute_class_weight
+
+            found = dict(zip(labels, compute_sample_weight(BALANCED, labels).tolist(), strict=True))
+            return tuple(found.get(index, 1.0) for index in range(len(label_names)))
+        source = f"--class_weights {self.class_weights}"
+        entries = read_mapping("--class_weights", str(self.class_weights))
+        given = {name: _weight(f"{source}: {name}", words) for name, words in entries.items()}
+        for name in [*label_names, *given]:
+            if (name in label_names) != (name in given):
+                what = "has no weight for the class" if name in label_names else "has a weight for an unknown class"
+                raise InputError(f"{source} {what} {name}: give one for each of {join_names(label_names, MAX_NAMED)}")
+        require(any(given.values()), "--class_weights", self.class_weights, "above 0 for at least one class")
+        return tuple(given[name] for name in label_names)
+
+
+def _weight(place: str, words: Sequence[str]) -> float:
+    try:
+        (weight,) = map(float, words)
+    except ValueError:
+        weight = nan
+    if not (isfinite(weight) and weight >= 0):
+        raise InputError(f"{place}: {' '.join(words)}: must be a number, finite and at least 0")
+    return weight
 
 
 def evaluation_batches(
@@ -64,12 +137,14 @@ def evaluation_batches(
 
 
 def gather_counted(accelerator: Accelerator, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Predictions and labels of all ranks, both (n,), without padding; uneven ranks are welcome."""
-    both = torch.stack([predictions, labels], dim=1)  # (B, 2)
-    padded = accelerator.pad_across_processes(both, dim=0, pad_index=IGNORED_LABEL)
-    gathered = accelerator.gather(padded)
-    counted = gathered[gathered[:, 1] != IGNORED_LABEL]
-    return counted[:, 0], counted[:, 1]
+    """Predictions (B,) or (B, K), labels (B,) or (B, C) of all ranks, without padding; uneven ranks are welcome."""
+    columns = torch.cat([one.reshape(len(labels), -1) for one in (labels, predictions)], dim=1)
+    padding = nan if columns.is_floating_point() else IGNORED_LABEL
+    gathered = accelerator.gather(accelerator.pad_across_processes(columns, dim=0, pad_index=padding))
+    is_padding = gathered[:, 0].isnan() if columns.is_floating_point() else gathered[:, 0] == IGNORED_LABEL
+    width = labels[:1].numel()
+    of_labels, of_predictions = gathered[~is_padding].tensor_split([width], dim=1)
+    return of_predictions.reshape(-1, *predictions.shape[1:]), of_labels.reshape(-1, *labels.shape[1:])
 
 
 def sum_over_ranks(accelerator: Accelerator, parts: list[Tensor], *, exact: bool) -> Tensor:
@@ -86,6 +161,11 @@ def sum_over_ranks(accelerator: Accelerator, parts: list[Tensor], *, exact: bool
     return torch.tensor([exact_sum(column) for column in columns], dtype=torch.float64).view(parts[0].shape)
 
 
+def summed_loss(model: nn.Module, batch: Batch, *, logits_of: Callable[..., Tensor], loss: LabelLoss) -> Tensor:
+    """Sum the losses of a micro-batch; ``logits_of(model, batch)`` are its logits (B, C)."""
+    return loss.sum_of(logits_of(model, batch), batch["labels"])
+
+
 @torch.no_grad()
 def evaluate_classifier(
     model: nn.Module,
@@ -93,32 +173,91 @@ def evaluate_classifier(
     batches: Iterable[Batch],
     *,
     logits_of: Callable[[nn.Module, Batch], Tensor],
+    problem_type: ProblemType = SINGLE,
+    label_names: Sequence[str] = (),
     with_f1: bool = False,
     exact: bool = False,
-) -> dict[str, float]:
-    """``accuracy`` and mean ``loss`` over every sample of ``batches``, each once, however many ranks share them.
+) -> dict[str, Any]:
+    """Figures over every sample of ``batches``, each once, however many ranks share them.
 
     Args:
-        logits_of: a batch's logits (B, num_classes), in float32 or float64; its ``labels`` are (B,).
-        with_f1: F1 as well: that of the second of two classes, else the mean over the classes.
+        logits_of: a batch's logits (B, C), in float32 or float64; its ``labels`` are those of ``LabelLoss``.
+        label_names: the classes, for ``classes``; without them it is left out.
+        with_f1: of samples with one class, F1 as well: that of the second of two classes, else the mean over classes.
         exact: add up the losses of the batches without rounding, so that the ranks do not matter.
+
+    Returns:
+        The mean ``loss``, without smoothing and weights. Of one class a sample ``accuracy``, and of more than 5 classes
+        ``top5_accuracy``; of several ``f1_micro`` and ``f1_macro``; of numbers ``mse``, and ``pearson`` and
+        ``spearmanr`` where they are defined. Of classes also ``classes``, by name ``precision``, ``recall`` and
+        ``support``; and of at most 50 ``confusion_matrix``: a row a class, a column a prediction.
     """
-    predictions: list[int] = []
-    references: list[int] = []
+    loss = LabelLoss(problem_type=problem_type)
+    outcomes: list[tuple[Tensor, Tensor]] = []
     losses: list[Tensor] = []
-    num_classes = 0
     model.eval()
     for batch in batches:
         logits, labels = logits_of(model, batch), batch["labels"]
-        num_classes = logits.shape[-1]
-        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
-        predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), labels)
-        predictions += predicted.tolist()
-        references += expected.tolist()
+        losses.append(loss.sum_of(logits, labels))
+        answers = _answers(logits, labels, problem_type)
+        predicted, expected = gather_counted(accelerator, answers, labels)
+        outcomes.append((predicted.cpu(), expected.cpu()))
     model.train()
-    average = ("binary" if num_classes == 2 else "macro") if with_f1 else None
-    figures = Classification().compute(predictions=predictions, references=references, average=average)
-    return {**figures, "loss": sum_over_ranks(accelerator, losses, exact=exact).item() / len(references)}
+    predictions, references = (torch.cat(parts) for parts in zip(*outcomes, strict=True))
+    mean = sum_over_ranks(accelerator, losses, exact=exact).item() / len(references)
+    if problem_type == REGRESSION:
+        return {**_of_numbers(predictions, references), "loss": mean}
+    figures = {}
+    if problem_type == SINGLE:
+        average = ("binary" if logits.shape[-1] == 2 else "macro") if with_f1 else None
+        top, is_among_top = predictions[:, 0], predictions[:, 1:]
+        figures = Classification().compute(predictions=top.tolist(), references=references.tolist(), average=average)
+        if logits.shape[-1] > TOP_K:
+            figures[f"top{TOP_K}_accuracy"] = is_among_top.sum().item() / len(references)
+        predictions = top
+    return {**figures, **_of_classes(predictions, references, label_names), "loss": mean}
+
+
+def _answers(logits: Tensor, labels: Tensor, problem_type: ProblemType) -> Tensor:
+    """Return numbers (B,), the classes that are found (B, C), or (B, 2): the class and whether the label is near."""
+    if problem_type == REGRESSION:
+        return logits.squeeze(-1)
+    if problem_type == MULTI:
+        return logits > 0  # a probability above one half
+    best = logits.topk(min(TOP_K, logits.shape[-1])).indices
+    return torch.stack([logits.argmax(dim=-1), (best == labels[:, None]).any(dim=-1)], dim=1)
+
+
+def _of_numbers(predictions: Tensor, references: Tensor) -> dict[str, float]:
+    """Return the figures of GLUE's STS-B and the mean squared error, whatever the order of the samples."""
+    from scipy.stats import pearsonr, spearmanr
+
+    pairs = sorted(zip(references.tolist(), predictions.tolist(), strict=True))
+    figures = {"mse": exact_sum((predicted - expected) ** 2 for expected, predicted in pairs) / len(pairs)}
+    expected, predicted = zip(*pairs, strict=True)
+    if len(set(expected)) > 1 and len(set(predicted)) > 1:
+        figures["pearson"] = float(pearsonr(predicted, expected).statistic)
+        figures["spearmanr"] = float(spearmanr(predicted, expected).statistic)
+    return figures
+
+
+def _of_classes(predictions: Tensor, references: Tensor, label_names: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of each class, and of indicators (N, C) F1 over all."""
+    from sklearn.metrics import confusion_matrix, f1_score, precision_recall_fscore_support
+
+    both, figures = (references.numpy(), predictions.numpy()), {}
+    if references.ndim > 1:
+        averages = ("micro", "macro")
+        figures = {f"f1_{one}": float(f1_score(*both, average=one, zero_division=0)) for one in averages}
+    if not label_names:
+        return figures
+    every_class = list(range(len(label_names)))
+    scores = precision_recall_fscore_support(*both, labels=every_class, zero_division=0)
+    columns = zip(label_names, scores[0].tolist(), scores[1].tolist(), scores[3].tolist(), strict=True)
+    figures["classes"] = {name: {"precision": p, "recall": r, "support": n} for name, p, r, n in columns}
+    if references.ndim == 1 and len(label_names) <= MAX_CONFUSED:
+        figures["confusion_matrix"] = confusion_matrix(*both, labels=every_class).tolist()
+    return figures
 
 
 class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types

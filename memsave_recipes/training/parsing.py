@@ -5,7 +5,7 @@
 
 import sys
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import Field, asdict, fields
@@ -41,6 +41,7 @@ SELDOM = {
     *("gradient_checkpointing", "sync_batchnorm", "batchnorm", "reduce_gradients", "full_determinism"),
     *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "lora_dropout", "data_changed_ok"),
     *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum", "train_on_prompt"),
+    *("label_smoothing_factor", "class_weights", "problem_type"),
     *("mix_weights", "text_pair_column", "nested_classes", "skip_broken_images", "validation_fraction"),
 }
 METAVARS = {string_to_bool: "yes|no", int: "N", float: "X"}
@@ -182,22 +183,33 @@ def _preset_path(args: Sequence[str]) -> str | None:
 
 
 def _preset_entries(path: str) -> dict[str, list[str]]:
-    """The keys of a YAML preset, each with the words of its value."""
-    check_file("--config", path)
+    """The keys of a YAML preset, as the parser of flags takes them, each with the words of its value."""
+    return read_mapping("--config", path, example="global_batch_size: 64", name_of=lambda key: key.replace("-", "_"))
+
+
+def read_mapping(
+    flag: str, path: str, *, example: str = "name: 1.5", name_of: Callable[[str], str] = str
+) -> dict[str, list[str]]:
+    """The keys of a YAML or JSON file, each with the words of its value.
+
+    Raises:
+        InputError: it is none of both, or no such mapping; ``flag`` names the file, ``example`` is a line of one.
+    """
+    check_file(flag, path)
     try:
         root = _compose(_read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+        raise InputError(f"{flag} {path} cannot be read: {' '.join(str(error).split())}") from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
-        raise InputError(f"--config {path} must hold lines like `global_batch_size: 64`")
+        raise InputError(f"{flag} {path} must hold lines like `{example}`")
     entries: dict[str, list[str]] = {}
     for key, value in root.value:
-        name = key.value.replace("-", "_")  # as the parser of flags takes it
+        name = name_of(key.value)
         if name in entries:
-            raise InputError(f"--config {path}: {name} stands there twice: leave one of them out")
-        entries[name] = _words_of(value, f"--config {path}: {name}")
+            raise InputError(f"{flag} {path}: {name} stands there twice: leave one of them out")
+        entries[name] = _words_of(value, f"{flag} {path}: {name}")
     return entries
 
 

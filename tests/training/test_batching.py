@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.losses import IGNORED_LABEL, MULTI, REGRESSION, LabelLoss, ProblemType, label_of
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
@@ -71,6 +71,26 @@ class Rows(Dataset):
         num_masked = int(0.7 * length * torch.rand((), generator=random))
         labels = torch.where(torch.arange(length) < num_masked, IGNORED_LABEL, tokens)
         return _sample(key, tokens, labels, self.unlabelled)
+
+
+@dataclass(frozen=True)
+class Labelled(Dataset):
+    """Points with labels of any problem type, as the data sets of the recipes make them."""
+
+    problem_type: ProblemType
+    unlabelled: frozenset[int] = frozenset()
+
+    def label(self, index: int) -> Any:
+        random = torch.Generator().manual_seed(1000 + index)
+        if self.problem_type == REGRESSION:
+            return float(torch.randn((), generator=random))
+        drawn = torch.rand(NUM_CLASSES, generator=random)
+        return (drawn > 0.6).nonzero().flatten().tolist() if self.problem_type == MULTI else int(drawn.argmax())
+
+    def __getitem__(self, key: SampleKey) -> dict[str, Any]:
+        features = torch.randn(NUM_FEATURES, generator=torch.Generator().manual_seed(key.index), dtype=torch.float64)
+        label = label_of(self.label(key.index), NUM_CLASSES, counted=key.counted)
+        return {"inputs": features, "labels": torch.tensor(label), "index": key.index, "counted": key.counted}
 
 
 def _sample(key: SampleKey, inputs: Tensor, labels: Tensor, unlabelled: frozenset[int]) -> dict[str, Any]:
@@ -127,9 +147,42 @@ class Work:
     make_model: Callable[[], nn.Module]
     loss_sum: Callable[[nn.Module, Batch], Tensor]
     count: Callable[[Batch], Tensor]
+    torchs_mean: Callable[[Tensor, Tensor], Tensor] | None = None
+    class_weights: tuple[float, ...] | None = None
 
 
+def _labelled(loss: LabelLoss, torchs_mean: Callable[..., Tensor]) -> Work:
+    return Work(
+        partial(Labelled, loss.problem_type),
+        default_collate,
+        _make_regressor if loss.problem_type == REGRESSION else _make_classifier,
+        lambda model, batch: loss.sum_of(model(batch["inputs"]), batch["labels"]),
+        lambda batch: torch.tensor(len(batch["labels"])),
+        torchs_mean,
+        loss.class_weights,
+    )
+
+
+def _make_regressor() -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_FEATURES, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+
+
+CLASS_WEIGHTS = (0.5, 2.0, 1.0, 0.0, 3.3)
+LABELLED = {
+    "smoothed_and_weighted": _labelled(
+        LabelLoss(label_smoothing=0.2, class_weights=CLASS_WEIGHTS),
+        partial(F.cross_entropy, weight=torch.tensor(CLASS_WEIGHTS, dtype=torch.float64), label_smoothing=0.2),
+    ),
+    "several_labels": _labelled(
+        LabelLoss(problem_type=MULTI),
+        lambda logits, labels: F.binary_cross_entropy_with_logits(logits, labels.double()),
+    ),
+    "regression": _labelled(
+        LabelLoss(problem_type=REGRESSION), lambda logits, labels: F.mse_loss(logits.squeeze(), labels.double())
+    ),
+}
 WORKS = {
+    **LABELLED,
     "classifier": Work(Points, default_collate, _make_classifier, _classifier_loss, _count_labels),
     "language_model": Work(Rows, _collate_rows, _make_language_model, _language_model_loss, _count_shifted_labels),
 }
@@ -190,7 +243,10 @@ def train_plainly(accelerator: Accelerator, task: Task) -> Outcome:
     losses = []
     for step, (epoch, ids) in enumerate(task.order.steps(0, task.num_steps)):
         batch = work.collate([task.dataset[SampleKey(index, epoch)] for index in ids])
-        loss = work.loss_sum(model, batch) / work.count(batch).clamp(min=1)
+        if work.torchs_mean is not None:
+            loss = work.torchs_mean(model(batch["inputs"]), batch["labels"])
+        else:
+            loss = work.loss_sum(model, batch) / work.count(batch).clamp(min=1)
         loss.backward()
         _note_gradient(outcome, model)
         # Linear warm-up, linear decay.
@@ -241,15 +297,17 @@ def train(accelerator: Accelerator, task: Task, micro_batch_size: int, counts_al
 
 
 def _global_batches(accelerator: Accelerator, task: Task, micro_batch_size: int) -> GlobalBatches:
-    work = WORKS[task.work]
+    work, dataset = WORKS[task.work], task.dataset
+    weights = work.class_weights and [work.class_weights[dataset.label(index)] for index in range(task.num_samples)]
     return GlobalBatches(
         accelerator,
-        task.dataset,
+        dataset,
         order=task.order,
         layout=BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, accelerator.num_processes),
         num_steps=task.num_steps,
         seed=SEED,
         count_valid=work.count if task.tells_what_counts else None,
+        weights=weights,
         collate_fn=work.collate,
     )
 
@@ -348,6 +406,21 @@ def test_labels_that_are_all_ignored(outcome_of: Train, work: str, layout: str) 
 def test_without_a_count_every_sample_counts_once(outcome_of: Train) -> None:
     task = Task(work="classifier", num_samples=101, num_steps=5)
     assert_same_run(outcome_of(replace(task, tells_what_counts=False), "2x3x4"), outcome_of(task), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("work", "layout"),
+    [
+        ("smoothed_and_weighted", "1x5-uneven"),
+        ("smoothed_and_weighted", "3x8"),
+        ("several_labels", "3x8"),
+        ("regression", "4x2x3"),
+    ],
+)
+def test_losses_of_labels_are_torchs_own_mean_of_the_global_batch(outcome_of: Train, work: str, layout: str) -> None:
+    """The last step of an epoch has 5 samples: uneven ranks, and padding."""
+    task = Task(work=work, num_samples=101, num_steps=10, tells_what_counts=False)
+    assert_same_run(outcome_of(task, layout), outcome_of(task), 1e-12)
 
 
 @pytest.mark.parametrize("layout", ["2x12", "2x3x4"])

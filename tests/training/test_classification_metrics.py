@@ -1,8 +1,13 @@
-"""Accuracy and F1, worked out by hand."""
+"""The figures of an evaluation, worked out by hand."""
+
+from math import nan
 
 import pytest
+import torch
+from accelerate import Accelerator
 
-from memsave_recipes.training.evaluation import Classification
+from memsave_recipes.losses import MULTI, REGRESSION
+from memsave_recipes.training.evaluation import Classification, evaluate_classifier
 
 REFERENCES = [1, 1, 1, 0, 0, 0]
 
@@ -34,3 +39,63 @@ def test_a_class_that_is_never_right_has_f1_0(metrics, recwarn):
     figures = metrics.compute(predictions=[0] * 6, references=REFERENCES, average="binary")
     assert figures == {"accuracy": 1 / 2, "f1": 0.0}
     assert not [warning for warning in recwarn if "ill-defined" in str(warning.message)]
+
+
+def evaluated(*batches, **options):
+    model = torch.nn.Linear(1, 1)
+    batches = [{"logits": torch.tensor(logits), "labels": torch.tensor(labels)} for logits, labels in batches]
+    return evaluate_classifier(model, Accelerator(), batches, logits_of=lambda _, batch: batch["logits"], **options)
+
+
+def test_figures_of_each_class():
+    one, two, three = [1.0, 0, 0], [0.0, 1, 0], [0.0, 0, 1]
+    figures = evaluated(([one, one, two], [0, 1, 1]), ([two, three], [-100, 2]), label_names=("a", "b", "c"))
+    assert figures["accuracy"] == 3 / 4
+    assert "top5_accuracy" not in figures
+    assert figures["classes"] == {
+        "a": {"precision": 1 / 2, "recall": 1.0, "support": 1},
+        "b": {"precision": 1.0, "recall": 1 / 2, "support": 2},
+        "c": {"precision": 1.0, "recall": 1.0, "support": 1},
+    }
+    assert figures["confusion_matrix"] == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+
+def test_a_class_that_never_occurs_has_its_row(recwarn):
+    figures = evaluated(([[1.0, 0, 0]], [1]), label_names=("a", "b", "c"))
+    assert [of_one["support"] for of_one in figures["classes"].values()] == [0, 1, 0]
+    assert [of_one["recall"] for of_one in figures["classes"].values()] == [0, 0, 0]
+    assert figures["confusion_matrix"] == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
+    assert not [warning for warning in recwarn if "ill-defined" in str(warning.message)]
+
+
+def test_top_5_of_more_than_5_classes():
+    logits = [[6.0, 5, 4, 3, 2, 1]] * 3
+    figures = evaluated((logits, [0, 4, 5]), label_names=[str(index) for index in range(6)])
+    assert figures["accuracy"] == 1 / 3
+    assert figures["top5_accuracy"] == 2 / 3
+    assert "confusion_matrix" not in evaluated(([[0.0] * 51], [3]), label_names=[str(index) for index in range(51)])
+
+
+def test_several_labels():
+    # Class a: one of two found; class b: one found, and one too many.
+    logits, labels = [[1.0, 1], [-1.0, 1], [-1.0, -1]], [[1.0, 1], [1.0, 0], [nan, nan]]
+    figures = evaluated((logits, labels), problem_type=MULTI, label_names=("a", "b"))
+    assert figures["f1_micro"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert figures["f1_macro"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+    assert figures["classes"]["b"] == {"precision": 1 / 2, "recall": 1.0, "support": 1}
+    assert "confusion_matrix" not in figures
+
+
+def test_numbers():
+    figures = evaluated(([[1.0], [2.0], [9.0]], [1.0, 4.0, nan]), ([[6.0]], [5.0]), problem_type=REGRESSION)
+    assert figures["mse"] == figures["loss"] == pytest.approx((0 + 4 + 1) / 3)
+    # Deviations of the predictions: -2, -1, 3; of the labels: -7/3, 2/3, 5/3.
+    covariance = 2 * 7 / 3 - 2 / 3 + 3 * 5 / 3
+    assert figures["pearson"] == pytest.approx(covariance / (14 * 78 / 9) ** 0.5)
+    assert figures["spearmanr"] == pytest.approx(1)
+
+
+def test_the_correlation_with_one_answer_is_not_defined(recwarn):
+    figures = evaluated(([[1.0], [1.0]], [1.0, 4.0]), problem_type=REGRESSION)
+    assert figures == {"mse": 4.5, "loss": 4.5}
+    assert not recwarn
