@@ -64,7 +64,7 @@ OF_THE_LOSS_ALONE = {"steps", "seed"}
 INCIDENTAL_FLAGS = {"output_dir", "overwrite", "report_to", "project", "run_name", "tags", "resume", "verify"}
 DERIVED_FROM_FLAGS = ("plan.", "geometry.")  # and shown in the table
 # Metrics of an evaluation; a terminal shows the first of them that was recorded.
-METRICS = ("accuracy", "f1", "bits_per_byte", "loss")
+METRICS = ("accuracy", "f1", "f1_micro", "pearson", "bits_per_byte", "loss")
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
 """Predictions of a saved model for images, texts and prompts, as ``memsave predict`` prints them.
 
-Classifiers compute the probabilities of the recipe's evaluation. Language models continue a prompt greedily; where the
+Classifiers compute the probabilities of the recipe's evaluation: of one class, or with several labels a sample of each
+class by itself. Regression gives the number. Language models continue a prompt greedily; where the
 tokenizer has a chat template, the prompt is a user's message and the continuation its reply.
 """
 
@@ -20,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.data.vision.decoding import MAX_GREY_BITS, decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.losses import MULTI, REGRESSION
 from memsave_recipes.models.saved import SavedModel, load
 from memsave_recipes.text import ProgressBar, first_line, printable, read_json
 
@@ -151,13 +153,15 @@ def predict(saved: SavedModel, inputs: Sequence[Any], flags: PredictArguments) -
     """Make a row for each input, in order; a progress bar on a terminal.
 
     Returns:
-        ``input`` with ``predictions``, each a ``label`` with its ``probability``; or with ``generated_text``.
+        ``input`` with ``predictions``, each a ``label`` with its ``probability``; with ``value``, the number of a
+        regression; or with ``generated_text``.
 
     Raises:
         InputError: an image cannot be decoded, a text is too long, or the model, its processor or its template fail.
     """
     answer: Callable[..., Iterator[Any]] = _generated if saved.task == "text-generation" else _classified
     key = "generated_text" if saved.task == "text-generation" else "predictions"
+    key = "value" if saved.problem_type == REGRESSION else key
     rows: list[dict[str, Any]] = []
     with ProgressBar(total=len(inputs), unit="input") as bar:
         for start in range(0, len(inputs), flags.batch_size):
@@ -176,10 +180,14 @@ def predict(saved: SavedModel, inputs: Sequence[Any], flags: PredictArguments) -
     return rows
 
 
-def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Iterator[list[dict[str, Any]]]:
+def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Iterator[Any]:
     is_image = saved.task == "image-classification"
     inputs = [_decoded(path, saved.grey_bits) for path in values] if is_image else values
-    probabilities = saved.logits(inputs).softmax(dim=-1)
+    logits = saved.logits(inputs)
+    if saved.problem_type == REGRESSION:
+        yield from logits.squeeze(-1).tolist()
+        return
+    probabilities = logits.sigmoid() if saved.problem_type == MULTI else logits.softmax(dim=-1)
     best = probabilities.topk(min(flags.top_k, len(saved.label_names)))
     for shares, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True):
         yield [

@@ -51,7 +51,7 @@ class LabelLoss:
 
     | problem_type | labels | loss of a sample |
     | --- | --- | --- |
-    | single_label_classification | int64 (B,), -100: does not count | cross-entropy |
+    | single_label_classification | int64 (B,), -100: does not count; or shares (B, C) | cross-entropy |
     | multi_label_classification | floating (B, C), 1 for each class it has | mean binary cross-entropy of the classes |
     | regression | floating (B,) | squared error |
 
@@ -87,8 +87,12 @@ def _sum_of_labels(logits: Tensor, labels: Tensor, loss: LabelLoss) -> Tensor:
         weight = None
         if loss.class_weights is not None:  # so few bytes that the host does not wait
             weight = torch.tensor(loss.class_weights, dtype=logits.dtype).to(logits.device, non_blocking=True)
-        return F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=loss.label_smoothing)
+        if not labels.is_floating_point():
+            return F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=loss.label_smoothing)
     counted, targets = ~labels.isnan(), labels.nan_to_num().to(logits.dtype)
+    if loss.problem_type == SINGLE:
+        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=loss.label_smoothing)
+        return losses.where(counted.all(-1), 0).sum()
     if loss.problem_type == MULTI:
         weight = counted.to(logits.dtype)
         summed = F.binary_cross_entropy_with_logits(logits, targets, weight=weight, reduction="sum")

@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
+from memsave_recipes.losses import SINGLE, LabelLoss
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
     build_image_classifier,
@@ -35,19 +35,34 @@ from memsave_recipes.models.image_classifiers import (
     pretrained_image_size,
 )
 from memsave_recipes.models.saved import save_image_classifier
-from memsave_recipes.recipe import Batch, RecipeArguments, Run, Task, evaluate_classifier, parse_arguments, run_recipe
+from memsave_recipes.recipe import (
+    Batch,
+    InputError,
+    LabelArguments,
+    RecipeArguments,
+    Run,
+    Task,
+    evaluate_classifier,
+    parse_arguments,
+    run_recipe,
+    summed_loss,
+)
 from memsave_recipes.training.launch import synchronize_batchnorm
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, ImageModelArguments, ImageDataArguments):
+class Arguments(RecipeArguments, LabelArguments, ImageModelArguments, ImageDataArguments):
     """The flags of image classification."""
 
     def __post_init__(self) -> None:
         is_size_given = self.image_size is not None
         super().__post_init__()
+        if self.class_weights is not None and self.mixes:
+            raise InputError(
+                f"--class_weights is for whole labels, and --augmentation {self.augmentation} mixes them: leave one out"
+            )
         if not is_size_given:
             self.image_size = pretrained_image_size(self) or self.image_size
 
@@ -65,10 +80,11 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     with run.main_process_first():
         labels, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
         images = load_images(args, seed=args.seed, model_labels=labels, grey_bits=grey_bits)
-    batches = run.global_batches(images.train)
+    loss = args.label_loss(images.problem_type, images.label_names, images.train.rows["label"][:])
+    batches = run.global_batches(images.train, weights=loss.weights_of(images.train.rows["label"][:]))
 
     # Model and optimizer
-    task = describe(args, images.label_names)
+    task = describe(args, images.label_names, loss)
     bare = run.build(task)
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
@@ -81,10 +97,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
     training = run.begin(prepared, data=images.fingerprint, work=work, notices=images.notices)
 
-    logits_of = partial(logits_of_images, pixels=pixels_for(args))
-    validate = partial(
-        evaluate_classifier, model, run.accelerator, logits_of=logits_of, exact=batches.layout.is_bitwise
-    )
+    labels = {"problem_type": images.problem_type, "label_names": images.label_names}
+    options = {"logits_of": partial(logits_of_images, pixels=pixels_for(args)), "exact": batches.layout.is_bitwise}
+    validate = partial(evaluate_classifier, model, run.accelerator, **options, **labels)
     training.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
     for batch in training.steps():
         with training.measured(batch):
@@ -102,7 +117,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     save_others = partial(  # the files of final/ beside the weights
         save_image_classifier,
         architecture=args.architecture,
-        label_names=images.label_names,
+        **labels,
         dtype=args.torch_dtype,
         image_size=args.image_size,
         resize_mode=args.resize_mode,
@@ -117,23 +132,25 @@ def task(argv: list[str] | None = None) -> Task:
     (args,) = parse_arguments(Arguments, args=argv)
     known = count_classes(args)
     assumed = () if known else (f"{DEFAULT_CLASSES:,} classes",)
-    return describe(args, tuple(map(str, range(known or DEFAULT_CLASSES))), assumed=assumed)
+    names = tuple(map(str, range(known or DEFAULT_CLASSES)))
+    return describe(args, names, args.label_loss(SINGLE, names), assumed=assumed)
 
 
-def describe(args: Arguments, label_names: tuple[str, ...], *, assumed: tuple[str, ...] = ()) -> Task:
+def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assumed: tuple[str, ...] = ()) -> Task:
     """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
 
     def micro_batch(size: int) -> Batch:
         images = torch.empty(size, 3, args.image_size, args.image_size, dtype=torch.uint8, device="meta")
-        shares, classes = (size, len(label_names)), torch.empty(size, dtype=torch.int64, device="meta")
-        batch = {"images": images, "labels": torch.empty(shares, device="meta") if args.mixes else classes}
+        labels = torch.empty(size, len(names), device="meta") if args.mixes else loss.labels_for(size, len(names))
+        batch = {"images": images, "labels": labels}
         return batch | {"affine": torch.empty(size, 2, 3, device="meta")} if args.affine else batch
 
+    options = {"problem_type": loss.problem_type}
     return Task(
         run=args,
         optim=args,
-        build_model=partial(build_image_classifier, args, label_names, args.image_size, args.torch_dtype),
-        loss_of=partial(summed_loss, pixels=pixels_for(args)),
+        build_model=partial(build_image_classifier, args, names, args.image_size, args.torch_dtype, **options),
+        loss_of=partial(summed_loss, logits_of=partial(logits_of_images, pixels=pixels_for(args)), loss=loss),
         micro_batch=micro_batch,
         assumed=assumed,
     )
@@ -149,13 +166,6 @@ def logits_of_images(model: nn.Module, batch: Batch, *, pixels: Callable[..., Te
     output = model(pixels(batch["images"], batch.get("affine")))
     logits = getattr(output, "logits", output)
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def summed_loss(trained: nn.Module, micro_batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:
-    """The cross-entropy of a micro-batch, summed over its images."""
-    return F.cross_entropy(
-        logits_of_images(trained, micro_batch, pixels=pixels), micro_batch["labels"], reduction="sum"
-    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memsave_recipes.activations.streaming import place
@@ -35,12 +34,14 @@ from memsave_recipes.data.text.tokenizers import (
     load_text_tokenizer,
     tokenize,
 )
+from memsave_recipes.losses import REGRESSION, SINGLE, LabelLoss
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
 from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.recipe import (
     Batch,
     InputError,
+    LabelArguments,
     RecipeArguments,
     Run,
     Task,
@@ -48,6 +49,7 @@ from memsave_recipes.recipe import (
     parse_arguments,
     require,
     run_recipe,
+    summed_loss,
 )
 
 DEFAULT_CLASSES = 2  # where a plan is made before the texts are there
@@ -68,7 +70,7 @@ class DataArguments(LabelledTextArguments):
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, LoraArguments, TransformerArguments, DataArguments):
+class Arguments(RecipeArguments, LabelArguments, LoraArguments, TransformerArguments, DataArguments):
     """The flags of text classification."""
 
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
@@ -86,18 +88,21 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
     check_length(args.max_length, configuration_of(args))
     with run.main_process_first():
-        texts = load_labelled_text(args, model_labels=args.model_labels if args.eval_only else None)
+        model = {"model_labels": args.model_labels, "model_problem": args.model_problem} if args.eval_only else {}
+        texts = load_labelled_text(args, **model)
         source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
         of_scratch = {"vocab_size": args.vocab_size, "model_type": args.model_type}
         tokenizer = load_text_tokenizer(source, texts, flag=flag, **of_scratch, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
-    batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate)
+    loss = args.label_loss(texts.problem_type, texts.label_names, tokens.train.rows["label"][:])
+    weights = loss.weights_of(tokens.train.rows["label"][:])
+    batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate, weights=weights)
 
     # Model, adapters and optimizer
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
     special = {name: getattr(tokenizer, name) for name in names}
-    task = describe(args, texts.label_names, vocab_size=len(tokenizer), **special)
+    task = describe(args, texts.label_names, loss, vocab_size=len(tokenizer), **special)
     bare = run.build(task)
     check_vocabulary(tokenizer, bare.config.get_text_config().vocab_size)
     check_inputs(bare, tokens.train)
@@ -111,7 +116,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     work, notices = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok", (texts.notice, tokens.notice)
     training = run.begin(prepared, data=tokens.fingerprint, work=work, saved=saved, notices=notices)
 
-    options = {"logits_of": logits_of_texts, "with_f1": True, "exact": batches.layout.is_bitwise}
+    labels = {"problem_type": texts.problem_type, "label_names": texts.label_names}
+    options = {"logits_of": logits_of_texts, "with_f1": True, "exact": batches.layout.is_bitwise, **labels}
     validate = partial(evaluate_classifier, model, run.accelerator, **options)
     training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
     for batch in training.steps():
@@ -127,11 +133,11 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
         training.save_if_due()
 
-    trained, majority = merged(saved) if args.lora_merge else saved, {"majority_share": texts.majority_share}
+    trained = merged(saved) if args.lora_merge else saved
     figures = {"model": args.name, "num_trained_parameters": training.num_trained}
     of_tokens = {"tokenizer": tokenizer, "samples": tokens.train, "max_length": args.max_length}
-    save_tokens = partial(save_text_processor, **of_tokens, label_names=texts.label_names)
-    return training.finish(trained, save_tokens, evaluated=majority, **figures)
+    save_tokens = partial(save_text_processor, **of_tokens, **labels)
+    return training.finish(trained, save_tokens, evaluated=texts.baseline, **figures)
 
 
 def task(argv: list[str] | None = None) -> Task:
@@ -140,26 +146,33 @@ def task(argv: list[str] | None = None) -> Task:
     if args.load_in_4bit:
         raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
     assumed = (f"{DEFAULT_CLASSES} classes", f"texts of {args.max_length} tokens")
-    names = tuple(map(str, range(DEFAULT_CLASSES)))
-    return describe(args, names, assumed=assumed, vocab_size=args.vocab_size, pad_token_id=0)
+    problem = args.problem_type or SINGLE
+    names = tuple(map(str, range(1 if problem == REGRESSION else DEFAULT_CLASSES)))
+    loss = args.label_loss(problem, names)
+    return describe(args, names, loss, assumed=assumed, vocab_size=args.vocab_size, pad_token_id=0)
 
 
 def describe(
-    args: Arguments, label_names: tuple[str, ...], *, assumed: tuple[str, ...] = (), **tokens: int | None
+    args: Arguments,
+    label_names: tuple[str, ...],
+    loss: LabelLoss,
+    *,
+    assumed: tuple[str, ...] = (),
+    **tokens: int | None,
 ) -> Task:
     """The model (of ``tokens``: ``vocab_size`` and special tokens), its loss and a micro-batch."""
 
     def micro_batch(size: int) -> Batch:
-        shapes = {"input_ids": (size, args.max_length), "attention_mask": (size, args.max_length), "labels": (size,)}
-        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+        texts = torch.empty(size, args.max_length, dtype=torch.int64, device="meta")
+        return {"input_ids": texts, "attention_mask": texts.clone(), "labels": loss.labels_for(size, len(label_names))}
 
-    options = {"in_4bit": args.load_in_4bit, "with_weights": False, **tokens}
+    options = {"in_4bit": args.load_in_4bit, "with_weights": False, "problem_type": loss.problem_type, **tokens}
     return Task(
         run=args,
         optim=args,
         build_model=partial(build_text_classifier, args, label_names, args.torch_dtype, **options),
         adapt=partial(add_lora, flags=args, task_type="SEQ_CLS"),
-        loss_of=summed_loss,
+        loss_of=partial(summed_loss, logits_of=logits_of_texts, loss=loss),
         micro_batch=micro_batch,
         takes_adapters=not args.has_adapters,
         stream_frozen=args.stream_frozen == "host",
@@ -171,11 +184,6 @@ def logits_of_texts(model: nn.Module, batch: Batch) -> Tensor:
     """The (B, num_classes) logits in at least float32."""
     logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def summed_loss(trained: nn.Module, micro_batch: Batch) -> Tensor:
-    """The cross-entropy of a micro-batch, summed over its texts."""
-    return F.cross_entropy(logits_of_texts(trained, micro_batch), micro_batch["labels"], reduction="sum")
 
 
 if __name__ == "__main__":

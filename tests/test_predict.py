@@ -343,3 +343,23 @@ def test_rows_of_json_hold_no_control_characters(texts, tmp_path, capsys, charac
     row = json.loads(printed)
     assert row["input"] == text
     assert {one["label"] for one in row["predictions"]} == {f"no{characters}", "yes"}
+
+
+def test_labels_by_problem_type(tmp_path, capsys):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    for problem, names in (("multi_label_classification", ["a", "b", "c"]), (None, ["LABEL_0"])):
+        folder = tmp_path / str(problem)
+        config = BertConfig(vocab_size=len(WORDS), id2label=dict(enumerate(names)), problem_type=problem, **shape)
+        model = BertForSequenceClassification(config).eval()
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        logits = model(torch.tensor([[WORDS.index("one"), WORDS.index("two")]])).logits[0]
+        (row,) = rows_of(capsys, folder, "one two")
+        if problem is None:  # transformers trains one output as a number
+            assert row["value"] == pytest.approx(logits.item(), abs=1e-6)
+            assert main(["predict", str(folder), "one two"]) == 0
+            assert f"{logits.item():.4f}" in capsys.readouterr().out
+        else:
+            found = {one["label"]: one["probability"] for one in row["predictions"]}
+            assert found == pytest.approx(dict(zip(names, logits.sigmoid().tolist(), strict=True)), abs=1e-6)

@@ -5,19 +5,20 @@ https://arxiv.org/abs/1608.06993. ``vgg_small`` and ``densenet_small`` are ours,
 ``--activation_checkpointing bottleneck`` is torchvision's ``memory_efficient``, and counts BatchNorm once.
 
 Keys of the ``config.json`` are those of timm (``architecture``, ``num_classes``) and transformers (``id2label``,
-``image_size``, ``dtype``).
+``image_size``, ``dtype``, ``problem_type``).
 """
 
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memsave_recipes.losses import SINGLE, ProblemType
 from memsave_recipes.text import read_json, sanitized
 
 POOL = "pool"
@@ -228,6 +229,7 @@ class ConvnetConfig:
     label_names: tuple[str, ...]
     image_size: int
     dtype: torch.dtype
+    problem_type: ProblemType = SINGLE
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` into ``folder``."""
@@ -237,6 +239,7 @@ class ConvnetConfig:
             "id2label": dict(enumerate(self.label_names)),
             "image_size": self.image_size,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "problem_type": self.problem_type,
         }
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -251,6 +254,8 @@ class ConvnetConfig:
             case {"architecture": str(name), "id2label": dict(names), "image_size": int(size), "dtype": str(dtype)}:
                 kind = getattr(torch, dtype, None)
                 label_names = tuple(str(names.get(str(index))) for index in range(len(names)))
-                if isinstance(kind, torch.dtype) and kind.is_floating_point:
-                    return cls(architecture=name, label_names=label_names, image_size=size, dtype=kind)
+                problem: Any = content.get("problem_type", SINGLE)
+                if isinstance(kind, torch.dtype) and kind.is_floating_point and problem in get_args(ProblemType):
+                    of_labels = {"label_names": label_names, "problem_type": problem}
+                    return cls(architecture=name, image_size=size, dtype=kind, **of_labels)
         return None

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.losses import SINGLE, ProblemType
 from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
@@ -94,6 +95,7 @@ def build_image_classifier(
     image_size: int,
     dtype: torch.dtype,
     *,
+    problem_type: ProblemType = SINGLE,
     with_weights: bool = False,
     slices_on: torch.device | None = None,
 ) -> nn.Module:
@@ -111,6 +113,7 @@ def build_image_classifier(
         labels: dict[str, Any] = {
             "id2label": dict(enumerate(names)),
             "label2id": {name: i for i, name in enumerate(names)},
+            "problem_type": problem_type,
         }
         if flags.model_type is not None:
             labels["image_size"] = image_size

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,6 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.losses import REGRESSION, SINGLE, ProblemType
 from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.slices import ON_META, WholeOnly, leave_in_files, made_whole, mark_as_read
 from memsave_recipes.profiling.memory import is_out_of_memory
@@ -112,6 +113,19 @@ class TransformerArguments:
         names: Any = configuration_of(self).id2label if self.adapter is None else read_labels(self.adapter)
         return tuple(str(names[index]) for index in range(len(names)))
 
+    @property
+    def model_problem(self) -> ProblemType | None:
+        """The ``problem_type`` of ``--model_name_or_path``; ``None`` for a model from scratch."""
+        if self.model_name_or_path is None:
+            return None
+        return problem_of(configuration_of(self)) if self.adapter is None else read_problem(self.adapter)
+
+
+def problem_of(config: PreTrainedConfig) -> ProblemType:
+    """Return the ``problem_type`` of a classifier, or the one that transformers trains without."""
+    problem: ProblemType | None = config.problem_type
+    return problem or (REGRESSION if config.num_labels == 1 else SINGLE)
+
 
 def is_adapter(name_or_path: str | Path) -> bool:
     """Tell whether it is a folder of adapters, in the layout of peft."""
@@ -132,11 +146,20 @@ def read_labels(adapter: str | Path) -> dict[int, str]:
     """Read the names of the classes that adapters were trained on; raise ``InputError`` where that fails."""
     try:
         content = sanitized(read_json(Path(adapter, LABELS).read_text(encoding="utf-8")))
-        return {index: str(content[str(index)]) for index in range(len(content))}
+        return {index: str(content[str(index)]) for index in range(len(content) - ("problem_type" in content))}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{adapter} has no {LABELS} with the names of the classes: take one of our recipes'"
         ) from error
+
+
+def read_problem(adapter: str | Path) -> ProblemType:
+    """Read the ``problem_type`` that adapters were trained for, beside the names of the classes."""
+    with suppress(OSError, ValueError, AttributeError):
+        problem: Any = read_json(Path(adapter, LABELS).read_text(encoding="utf-8")).get("problem_type")
+        if problem in get_args(ProblemType):
+            return cast(ProblemType, problem)
+    return SINGLE
 
 
 def base_of_adapter(folder: str | Path) -> str:
@@ -209,7 +232,12 @@ def _brings_adapters(flags: TransformerArguments) -> bool:
 
 
 def build_text_classifier(
-    flags: TransformerArguments, label_names: tuple[str, ...], dtype: torch.dtype, **options: Any
+    flags: TransformerArguments,
+    label_names: tuple[str, ...],
+    dtype: torch.dtype,
+    *,
+    problem_type: ProblemType = SINGLE,
+    **options: Any,
 ) -> PreTrainedModel:
     """Build the text classifier that the flags name, with one output a label, as ``build_transformer`` does.
 
@@ -221,6 +249,7 @@ def build_text_classifier(
         dtype=dtype,
         id2label=dict(enumerate(label_names)),
         label2id={name: index for index, name in enumerate(label_names)},
+        problem_type=problem_type,
         **options,
     )
     config = model.config.get_text_config()

@@ -5,7 +5,7 @@ NOTE [ files of final/ ]
    ``from_pretrained`` and ``pipeline`` open the folder. ``Layout`` is that of their weights.
 2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnets.py``, and an image processor.
 3. *Adapters* have peft's layout and the tokenizer. A ``config.json`` would make transformers take the folder for a
-   whole model, so the names of the classes are in ``id2label.json``.
+   whole model, so the names of the classes, and what labels are, stand in ``id2label.json``.
 4. *Images* are resized and normalised by ``BitImageProcessor``, which can both squash and crop. Its PIL backend gives
    the pixels of training, up to rounding of the normalisation; its torchvision backend rounds resized pixels otherwise.
 """
@@ -43,6 +43,7 @@ from transformers.models.auto.modeling_auto import (
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import ask_hub_for, loading_by_name, open_tokenizer
+from memsave_recipes.losses import SINGLE, ProblemType
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import CONFIG, ConvnetConfig
 from memsave_recipes.models.image_classifiers import GREY_BITS, MODELS, load_saved_convnet, read_convnet, read_grey_bits
@@ -54,7 +55,9 @@ from memsave_recipes.models.pretrained import (
     check_files,
     is_adapter,
     missing_base,
+    problem_of,
     read_labels,
+    read_problem,
 )
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -81,13 +84,15 @@ logger = logging.getLogger(__name__)
 class SavedModel:
     """A trained model in eval mode, with the image processor or tokenizer of transformers.
 
-    ``label_names`` are the classes in the order of the logits; none of a language model.
+    ``label_names`` are the classes in the order of the logits; none of a language model. ``problem_type`` tells whether
+    an input has one of them, several, or a number.
     """
 
     model: nn.Module
     task: TaskName
     processor: Any
     label_names: tuple[str, ...] = ()
+    problem_type: ProblemType = SINGLE
 
     @property
     def grey_bits(self) -> int | None:
@@ -124,6 +129,7 @@ def save_image_classifier(
     mean: Sequence[float],
     std: Sequence[float],
     grey_bits: int | None = None,
+    problem_type: ProblemType = SINGLE,
 ) -> None:
     """Write the image processor, with the resizing and normalisation of training, and our models' ``config.json``.
 
@@ -144,7 +150,8 @@ def save_image_classifier(
         **own,
     ).save_pretrained(folder)
     if architecture is not None:
-        config = ConvnetConfig(architecture=architecture, label_names=label_names, image_size=image_size, dtype=dtype)
+        of_labels = {"label_names": label_names, "problem_type": problem_type}
+        config = ConvnetConfig(architecture=architecture, image_size=image_size, dtype=dtype, **of_labels)
         config.save(folder)
 
 
@@ -184,8 +191,9 @@ def save_text_processor(
     samples: Any,
     max_length: int,
     label_names: Sequence[str],
+    problem_type: ProblemType = SINGLE,
 ) -> None:
-    """Write the tokenizer of a classifier, with the length at which texts end, and for adapters the classes.
+    """Write the tokenizer of a classifier, with the length at which texts end, and for adapters what labels are.
 
     Args:
         samples: as ``save_tokenizer``.
@@ -193,7 +201,8 @@ def save_text_processor(
     tokenizer("", truncation=True, max_length=max_length)  # a fast tokenizer saves the length that it cut to last
     save_tokenizer(folder, tokenizer=tokenizer, samples=samples)
     if is_adapter(folder):
-        (folder / LABELS).write_text(json.dumps(dict(enumerate(label_names)), indent=2) + "\n", encoding="utf-8")
+        content = {**dict(enumerate(label_names)), "problem_type": problem_type}
+        (folder / LABELS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +282,7 @@ def _load_convnet(path: Path, config: ConvnetConfig) -> SavedModel:
         task="image-classification",
         processor=_image_processor(path, trust_remote_code=False),
         label_names=config.label_names,
+        problem_type=config.problem_type,
     )
 
 
@@ -291,6 +301,7 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
         task=task,
         processor=(_image_processor if is_image else _tokenizer)(path, trust_remote_code),
         label_names=names,
+        problem_type=problem_of(config) if names else SINGLE,
     )
 
 
@@ -313,7 +324,8 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     if of_text.pad_token_id is None:
         of_text.pad_token_id = tokenizer.pad_token_id
     adapted = load_adapters(model, path, task_type=kind, source=str(path)).eval()
-    return SavedModel(model=adapted, task=task, processor=tokenizer, label_names=tuple(names.values()))
+    labels = {"label_names": tuple(names.values()), "problem_type": read_problem(path)}
+    return SavedModel(model=adapted, task=task, processor=tokenizer, **labels)
 
 
 def _task_of(config: Any) -> TaskName | None:

@@ -13,6 +13,8 @@ from rich.text import Text
 from memsave_recipes.text import printable, printable_lines, say
 
 FALLBACK_COLUMNS = 120
+HEADINGS = {"generated_text": ("generated text",), "value": ("value",)}
+ON_THE_RIGHT = {"probability", "value"}
 BLANKS = re.compile(" +$", re.MULTILINE)
 """They fill the last column of a table."""
 
@@ -34,17 +36,19 @@ def new_table(**options: Any) -> Table:
 
 def show_predictions(rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows of ``inference.predict``."""
-    is_generated = any("generated_text" in row for row in rows)
     table = new_table()
     table.add_column("input", overflow="fold")
-    for heading in ("generated text",) if is_generated else ("class", "probability"):
-        table.add_column(heading, overflow="fold", justify="right" if heading == "probability" else "left")
+    keys = set().union(*rows)
+    headings = next((one for key, one in HEADINGS.items() if key in keys), ("class", "probability"))
+    for heading in headings:
+        table.add_column(heading, overflow="fold", justify="right" if heading in ON_THE_RIGHT else "left")
     for row in rows:
         name = Text(printable(row["input"]))
-        if is_generated:
+        if "generated_text" in row:
             table.add_row(name, Text(printable_lines(row["generated_text"])))
-            continue
-        for prediction in row["predictions"]:
+        if "value" in row:
+            table.add_row(name, f"{row['value']:.4f}")
+        for prediction in row.get("predictions", ()):
             table.add_row(name, Text(printable(prediction["label"])), f"{prediction['probability']:.4f}")
             name = Text()
     show_all(table)

@@ -37,6 +37,11 @@ COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_figu
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mse")
 
 
+def scalars_of(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of an evaluation that are single values, not of each class."""
+    return {name: value for name, value in figures.items() if not isinstance(value, dict | list)}
+
+
 def checked_state(state: Any) -> Any:
     """Return a record of ``RunReport.state_dict``, also of an earlier version, which knew the lowest loss alone.
 
@@ -100,7 +105,7 @@ class RunReport:
         self.samples_seen = 0
         self.tokens_seen: Tensor | int = 0
         self.train_loss = float("nan")
-        self.evaluated: dict[str, float] = {}
+        self.evaluated: dict[str, Any] = {}
         self.evaluated_at: int | None = None
         self.best_figure: float | None = None
         self.stale_evaluations = 0
@@ -174,8 +179,8 @@ class RunReport:
         is_time = step % (every or self.batches.order.steps_per_epoch) == 0 or step == self.batches.steps.stop
         return is_time and step != self.evaluated_at
 
-    def log_evaluation(self, step: int, figures: dict[str, float], *, metric: str, threshold: float) -> bool:
-        """Log an evaluation after ``step``; return whether it is the best so far by ``metric``.
+    def log_evaluation(self, step: int, figures: dict[str, Any], *, metric: str, threshold: float) -> bool:
+        """Log an evaluation after ``step``, but not those of each class; return whether it is the best by ``metric``.
 
         One that is not better by more than ``threshold`` adds to ``stale_evaluations``, as of transformers'
         ``EarlyStoppingCallback``.
@@ -183,7 +188,7 @@ class RunReport:
         Raises:
             NotFinite: its loss is not finite.
         """
-        log_metrics(self.accelerator, {f"eval/{key}": value for key, value in figures.items()}, step)
+        log_metrics(self.accelerator, {f"eval/{key}": value for key, value in scalars_of(figures).items()}, step)
         if not isfinite(figures["loss"]):
             raise NotFinite(
                 f"the evaluation after step {step} is not finite (loss {figures['loss']:g}), although the steps were: "
@@ -284,7 +289,10 @@ PIPELINES = {
     "text_classification": "text-classification",
 }
 """Tasks of the Hub, by recipe."""
-METRICS = ("accuracy", "f1", "f1_macro", "loss", "perplexity", "bits_per_byte")
+METRICS = (
+    *("accuracy", "f1", "f1_macro", "f1_micro", "top5_accuracy", "mse", "pearson", "spearmanr", "loss", "perplexity"),
+    "bits_per_byte",
+)
 
 
 def write_model_card(

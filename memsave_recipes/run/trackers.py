@@ -33,6 +33,7 @@ from memsave_recipes.text import first_line, flat, say
 
 METRICS = "metrics.jsonl"
 TRACKERS = ("trackio", "wandb", "tensorboard", "none")
+MOST_CLASSES = 50
 LOGIN_TIMEOUT_S = 5
 INIT_TIMEOUT_S = 8.0
 FINISH_TIMEOUT_S = 15.0
@@ -212,10 +213,12 @@ def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> 
 def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
     """Write ``results`` as flat ``result/*`` keys into every tracker, close them, and end the process group.
 
-    They belong to the last step, ``results["steps"]``; a run that stops before it has none. The summary of W&B takes
+    They belong to the last step, ``results["steps"]``; a run that stops before it has none. Of more than 50 classes
+    those of each class are left out. The summary of W&B takes
     figures and words, the curves of the others figures alone. Print where the runs are to be seen.
     """
-    named = {f"result/{key}": value for key, value in flat(results, "/").items()}
+    shown = {key: value for key, value in results.items() if key != "classes" or len(value) <= MOST_CLASSES}
+    named = {f"result/{key}": value for key, value in flat(shown, "/").items()}
     figures = {key: value for key, value in named.items() if isinstance(value, int | float)}
     for tracker in accelerator.trackers:
         with _nonfatal(tracker.name, "write the results"):

@@ -15,7 +15,7 @@ from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.models.slices import slices_of
 from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
 from memsave_recipes.run.prepared_run import PreparedRun
-from memsave_recipes.run.report import RunReport, write_model_card
+from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
 from memsave_recipes.run.trackers import log_metrics
 from memsave_recipes.sharding.shards import callable_in_parts
 from memsave_recipes.step.batch_layout import Batch
@@ -147,14 +147,14 @@ class TrainingRun:
         log_metrics(self.accelerator, figures, self.step)
 
     def evaluate_if_due(
-        self, evaluate: Callable[[Iterator[Batch]], dict[str, float]], dataset: Any, **options: Any
+        self, evaluate: Callable[[Iterator[Batch]], dict[str, Any]], dataset: Any, **options: Any
     ) -> None:
         """Log ``evaluate(batches)`` after ``--eval_steps`` or an epoch, and keep the best weights with ``--save_best``.
 
         It is due before the first step, too, with ``--eval_only``, and where a signal ended the resumed run's.
 
         Args:
-            evaluate: figures of this rank's batches, with a ``loss``.
+            evaluate: figures of this rank's batches, with a ``loss``; others than numbers for ``results.json``.
             options: ``num_samples`` and ``collate_fn`` of ``evaluation_batches``.
         """
         if not (self.step or self.args.eval_only):
@@ -215,12 +215,14 @@ class TrainingRun:
             InputError: the disk does not take them; ``--resume`` writes them later.
         """
         self.prepared.handle.remove()
+        figures_of_classes = {k: v for k, v in self._report.evaluated.items() if isinstance(v, dict | list)}
         known = {
             "recipe": self.run.recipe,
             **figures,
             "num_parameters": self.num_parameters,
             "plan": self.prepared.planned.plan.strategy,
-            "eval": {**self._report.evaluated, **(evaluated or {})},
+            "eval": {**scalars_of(self._report.evaluated), **(evaluated or {})},
+            **figures_of_classes,
         }
         if not self.args.eval_only or self.run.flags.get("lora_merge"):
             card = partial(

@@ -10,6 +10,7 @@ import pytest
 
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.errors import InputError
+from memsave_recipes.losses import MULTI, REGRESSION, SINGLE
 
 ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]
 
@@ -24,10 +25,11 @@ def write(path, rows):
 def load(tmp_path):
     """Load lists of rows as the two files of a user."""
 
-    def run(train, validation=None, suffix=".jsonl", model_labels=None, **names):
+    def run(train, validation=None, suffix=".jsonl", model_labels=None, model_problem=None, **names):
         files = {"train_file": train, "validation_file": train if validation is None else validation}
         paths = {flag: [write(tmp_path / f"{flag}{suffix}", rows)] for flag, rows in files.items()}
-        return load_labelled_text(LabelledTextArguments(dataset=None, **paths, **names), model_labels=model_labels)
+        of_model = {"model_labels": model_labels, "model_problem": model_problem}
+        return load_labelled_text(LabelledTextArguments(dataset=None, **paths, **names), **of_model)
 
     return run
 
@@ -39,7 +41,7 @@ def test_files_of_every_format(load, suffix):
     assert texts.train[:]["text"] == [row["text"] for row in ROWS]
     assert texts.train[:]["label"] == [0, 1] * 6
     assert texts.validation[:]["label"] == [0, 1, 0]
-    assert texts.majority_share == pytest.approx(2 / 3)
+    assert texts.baseline == {"majority_share": pytest.approx(2 / 3)}
     assert texts.notice == "12 training texts, 3 held out; 2 classes, the largest with 66.7% of those held out"
 
 
@@ -179,7 +181,7 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "truth": ("csv", ["true", "false", "True"], ["true"], ("True", "false", "true")),
     "truth in capitals": ("csv", ["TRUE", "FALSE"], ["FALSE"], ("FALSE", "TRUE")),
     "zeros before": ("csv", ["01001", "1001"], ["01001"], ("01001", "1001")),
-    "zeros behind": ("csv", ["1.50", "1.5"], ["1.5"], ("1.5", "1.50")),
+    "zeros behind": ("csv", ["1.50", "x", "1.5"], ["1.5"], ("1.5", "1.50", "x")),
     "a negative zero in a CSV": ("csv", ["-0", "0"], ["-0"], ("-0", "0")),
     "beyond what a float reaches": ("csv", ["1e400", "1e500"], ["1e400"], ("1e400", "1e500")),
     "another spelling of truth": ("csv", ["true", "false"], ["False"], "row 1 has the label False"),
@@ -192,8 +194,11 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "true beside 1": ("jsonl", ["true", "1", "0"], ["1"], "has true or false among other labels"),
     "0 beside false": ("jsonl", ["0", "1", "false"], ["1"], "has true or false among other labels"),
     "truth in JSON": ("jsonl", ["true", "false"], ["false"], ("False", "True")),
-    "a list": ("jsonl", ["[0]", "[1]"], ["[1]"], "row 1 has the label [0]"),
-    "an empty list": ("jsonl", ["[]", "[]"], ["[]"], "row 1 has the label []"),
+    "lists and words": ("jsonl", ["[0]", '"a"'], ["[1]"], "row 2 has the label a"),
+    "an empty list": ("jsonl", ["[]", "[]"], ["[]"], "has texts of 0 class(es)"),
+    "a class twice": ("jsonl", ["[0, 1, 0]", "[1]"], ["[1]"], "row 1 has the label [0, 1, 0]"),
+    "a list of fractions": ("jsonl", ["[0.0, 1.0]", "[1.0, 0.0]"], ["[1.0]"], "row 1 has the label [0.0, 1.0]"),
+    "an unknown class in a list": ("jsonl", ['["a"]', '["b"]'], ['["b", "c"]'], "row 1 has the label c"),
     "a list of lists": ("jsonl", ['[["a"]]', '[["b"]]'], ['[["a"]]'], "row 1 has the label [['a']]"),
     "a list of objects": ("jsonl", ['[{"a": 1}]', '[{"a": 2}]'], ['[{"a": 1}]'], "row 1 has the label [{'a': 1}]"),
     "a list behind words": ("jsonl", ['"a"', '"b"', '["a"]'], ['"a"'], "row 3 has the label ['a']"),
@@ -205,15 +210,13 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
         ("2019-12-31T23:00:00Z", "2020-01-01T00:00:00+01:00"),
     ),
     "days held out alone": ("jsonl", ['"2020-01-01"', '"then"'], ['"2020-01-01"'], ("2020-01-01", "then")),
-    "a list beside a word": ("jsonl", ['["a"]', '"b"'], ['"b"'], "row 1 has the label ['a']"),
+    "a list beside a word": ("jsonl", ['["a"]', '"b"'], ['"b"'], "row 2 has the label b"),
     "no number": ("jsonl", ["NaN", "1"], ["1"], "row 1 has the label nan"),
     "an object": ("jsonl", ['{"a": 1}', '{"a": 2}'], ['{"a": 1}'], "row 1 has the label {'a': 1}"),
     "words and numbers": ("jsonl", ['"1"', "1", "0"], ["1"], ("0", "1")),
     "numbers, then words": ("jsonl", ["0", "1", "3"], ['"3"', '"0"'], ("0", "1", "3")),
-    "whole numbers and floats": ("jsonl", ["1.0", "1", "0"], ["1"], "row 1 has the label 1.0"),
     "numbers, then floats": ("jsonl", ["0", "1", "3"], ["3.0", "0.0"], "row 1 has the label 3.0"),
-    "floats alone": ("jsonl", ["1.0", "0.0"], ["1.0"], "row 1 has the label 1.0"),
-    "a negative zero": ("jsonl", ["-0.0", "0.0"], ["0.0"], "row 1 has the label -0.0"),
+    "floats, then words": ("jsonl", ["1.0", "0.0"], ['"a"'], "row 1 has the label a"),
     "truth, then numbers": ("jsonl", ["true", "false"], ["1", "0"], "row 1 has the label 1"),
     "null": ("jsonl", ["0", "null", "1"], ["1"], "row 2 has no label"),
     "a class in validation alone": ("jsonl", ["0", "1"], ["2"], "row 1 has the label 2"),
@@ -222,7 +225,6 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "digits as words": ("jsonl", ['"10"', '"9"', '"2"'], ['"10"'], ("10", "2", "9")),
     "a negative number": ("jsonl", ["-1", "0", "1"], ["-1"], ("-1", "0", "1")),
     "an empty word": ("jsonl", ['""', '"a"'], ['"a"'], ("", "a")),
-    "half a label": ("jsonl", ["1.7", "0.2", "1.0"], ["1.7"], "row 1 has the label 1.7"),
 }
 
 
@@ -301,7 +303,6 @@ MISTAKES = {
     "no such column": ({"text_column": "txet"}, "no column txet, only label, text"),
     "no such pair column": ({"text_pair_column": "reply"}, "--text_pair_column"),
     "numbers as texts": ({"train": [{"text": 1.5, "label": 0}]}, "row 1 has no text in its column text"),
-    "measurements as labels": ({"train": [{"text": "a", "label": 0.5}]}, "words or whole numbers"),
 }
 
 
@@ -377,3 +378,39 @@ def test_an_unlabelled_split_of_the_hub_is_refused(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train})
     with pytest.raises(InputError, match="no validation split"):
         load_labelled_text(LabelledTextArguments(dataset="some/set"))
+
+
+def test_lists_are_several_classes_of_a_text(load):
+    rows = [{"text": f"text {at}", "label": label} for at, label in enumerate((["dog", "cat"], [], ["eel"]))]
+    texts = load(rows, rows[:2])
+    assert texts.problem_type == MULTI
+    assert texts.label_names == ("cat", "dog", "eel")
+    assert texts.train[:]["label"] == [[1, 0], [], [2]]
+    assert texts.baseline == {}
+    assert "3 classes, any number of them a text: multi_label_classification" in texts.notice
+    evaluated = load(rows[:1], model_labels=("dog", "cow", "cat"), model_problem=MULTI)
+    assert evaluated.validation[:]["label"] == [[0, 2]]
+
+
+def test_fractions_are_regression(load):
+    rows = [{"text": f"text {at}", "label": label} for at, label in enumerate((0.5, -2.0, 5.0))]
+    for suffix in (".jsonl", ".csv"):
+        texts = load(rows, rows[:1], suffix=suffix)
+        assert texts.problem_type == REGRESSION
+        assert texts.label_names == ("LABEL_0",)
+        assert texts.train[:]["label"] == [0.5, -2.0, 5.0]
+        assert "labels are numbers from -2 to 5: regression" in texts.notice
+        assert texts.baseline == {}
+
+
+def test_the_flag_says_what_labels_are(load):
+    rows = [{"text": f"text {at}", "label": at} for at in range(3)]
+    assert load(rows, problem_type=REGRESSION).train[:]["label"] == [0.0, 1.0, 2.0]
+    versions = [{"text": f"text {at}", "label": f"{at}.0"} for at in range(3)]
+    assert load(versions, suffix=".csv", problem_type=SINGLE).label_names == ("0.0", "1.0", "2.0")
+    with pytest.raises(InputError, match="row 1 has the label 0, and labels are lists of words or whole numbers"):
+        load(rows, problem_type=MULTI)
+    with pytest.raises(InputError, match="row 2 has the label many, and labels are finite numbers"):
+        load([rows[0], {"text": "b", "label": "many"}], problem_type=REGRESSION, suffix=".csv")
+    with pytest.raises(InputError, match="row 1 has the label nan"):
+        load([{"text": "a", "label": "nan"}], problem_type=REGRESSION)

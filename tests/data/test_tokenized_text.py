@@ -156,7 +156,7 @@ def test_what_the_model_does_not_take_is_refused(saved):
     given = AutoTokenizer.from_pretrained(saved, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     texts = labelled()
     rows = texts.train.add_column("token_type_ids", [[0]] * len(texts.train)).remove_columns("text")
-    made = TokenizedText(rows=rows.add_column("input_ids", [[5]] * len(rows)), tokenizer=given)
+    made = TokenizedText(rows=rows.add_column("input_ids", [[5]] * len(rows)), tokenizer=given, num_labels=2)
     check_inputs(BertModel(BertConfig(**SMALL, vocab_size=300)), made)
     modern = ModernBertModel(ModernBertConfig(**SMALL, vocab_size=300, pad_token_id=0))
     with pytest.raises(InputError, match="makes token_type_ids, which ModernBertModel does not take"):

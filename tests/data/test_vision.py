@@ -1,5 +1,6 @@
 """Every source gives the same samples, every kind of image becomes RGB, every bad input is one line that names it."""
 
+import json
 import pickle
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from memsave_recipes.data.vision import decoding, images
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.decoding import decode, resized
 from memsave_recipes.errors import InputError
+from memsave_recipes.step.batch_layout import SampleKey
 
 ARTICLE = AUGMENTATIONS["article"]
 
@@ -148,6 +150,47 @@ def test_a_missing_column(tmp_path, missing, word):
     rows = {name: values for name, values in rows_of([0, 1]).items() if name in columns}
     name = save_parquet(tmp_path / "set", columns, train=rows, test=rows)
     assert f"--dataset {name} has no {word} column" in refusal(dataset=name)
+
+
+def test_lists_of_classes_are_several_labels(tmp_path):
+    columns = {**COLUMNS, "coarse": datasets.Value("int64"), "fine": datasets.List(COLUMNS["fine"])}
+    train, test = [[2, 0], [], [1]], [[1], [0, 1]]
+    splits = load(dataset=save_parquet(tmp_path / "set", columns, train=rows_of(train), test=rows_of(test)))
+    assert splits.problem_type == "multi_label_classification"
+    assert splits.label_names == ("x", "y", "z")
+    assert [splits.train[index]["labels"].tolist() for index in range(3)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert splits.train[SampleKey(0, counted=False)]["labels"].isnan().all()
+    assert "any number of them an image: multi_label_classification" in splits.notices[0]
+    evaluated = load(dataset=str(tmp_path / "set"), model_labels=("z", "x", "y"))
+    assert evaluated.validation[1]["labels"].tolist() == [0, 1, 1]
+
+
+def test_one_class_is_preferred_to_lists(tmp_path):
+    columns = {"labels": datasets.List(datasets.Value("string")), **COLUMNS}
+    rows = {"labels": [["a"], ["b"]], **rows_of([0, 1])}
+    assert load(dataset=save_parquet(tmp_path / "set", columns, train=rows, test=rows)).label_names == ("x", "y", "z")
+
+
+def test_a_folder_with_metadata_has_lists_of_words(tmp_path):
+    labels = {"train": [["sea", "sky"], ["sky"], ["sand"]], "validation": [["sand", "sea"]]}
+    for split, lists in labels.items():
+        (tmp_path / split).mkdir()
+        rows = [{"file_name": f"{number}.png", "labels": words} for number, words in enumerate(lists)]
+        for row in rows:
+            picture().save(tmp_path / split / row["file_name"])
+        (tmp_path / split / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    splits = load(dataset=str(tmp_path))
+    assert splits.label_names == ("sand", "sea", "sky")
+    assert splits.train[0]["labels"].tolist() == [0, 1, 1]
+    assert splits.validation[0]["labels"].tolist() == [1, 1, 0]
+    (tmp_path / "validation" / "metadata.jsonl").write_text('{"file_name": "0.png", "labels": ["moon"]}')
+    assert "label validation images with classes of the training images" in refusal(dataset=str(tmp_path))
+
+
+def test_of_several_classes_a_part_is_held_out(tmp_path):
+    columns = {**COLUMNS, "coarse": datasets.Value("int64"), "fine": datasets.List(COLUMNS["fine"])}
+    splits = load(dataset=save_parquet(tmp_path / "set", columns, train=rows_of([[0, 1], [2], [], [1]] * 5)))
+    assert (len(splits.train), len(splits.validation)) == (18, 2)
 
 
 def test_a_missing_split(tmp_path):

@@ -4,17 +4,30 @@ import importlib.util
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from torch import nn
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner.task import Launch, choose_for_target, fake_planned_model, fake_workload, read_task
+from memsave_recipes.losses import MULTI, REGRESSION, LabelLoss
+from memsave_recipes.planner.task import (
+    Launch,
+    Task,
+    choose_for_target,
+    fake_planned_model,
+    fake_workload,
+    points_of,
+    read_task,
+    run_points,
+)
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.recipe import RecipeArguments, summed_loss
 from memsave_recipes.run.run_plan import predicted_host_memory
 from memsave_recipes.text import GIB
 
@@ -43,6 +56,7 @@ CASES = {
 }
 SLOW = ("text", "lockstep", "adapters")
 """Cases whose kind another test has: adapters train the same model, and a plan for lockstep is trained below."""
+NUM_CLASSES = 4000
 LAUNCH = Launch(target=find_target("cpu"))
 
 
@@ -66,6 +80,39 @@ def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path)
     peak_bytes = results["memory"]["peak_allocated_gib"] * GIB
     # On a CPU the recipe's figure is without the batch, which the loader made; images are the largest of these.
     assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
+
+
+LOSSES = {
+    "plain": LabelLoss(),
+    "smoothed": LabelLoss(label_smoothing=0.1),
+    "weighted": LabelLoss(class_weights=(1.5,) * NUM_CLASSES),
+    "smoothed and weighted": LabelLoss(label_smoothing=0.1, class_weights=(1.5,) * NUM_CLASSES),
+    "several labels": LabelLoss(problem_type=MULTI),
+    "regression": LabelLoss(problem_type=REGRESSION),
+}
+
+
+@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_peak_of_a_loss_of_labels_is_predicted_low(name, strategy):
+    """With many classes the loss takes most of the memory."""
+    loss = LOSSES[name]
+    num_labels = 1 if loss.problem_type == REGRESSION else NUM_CLASSES
+
+    def build_model(**options):
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)), nn.Linear(32, num_labels)
+        )
+
+    def micro_batch(size):
+        return {"x": torch.empty(size, 32, device="meta"), "labels": loss.labels_for(size, num_labels)}
+
+    flags = RecipeArguments(output_dir="out", global_batch_size=128, activation_checkpointing=strategy)
+    loss_of = partial(summed_loss, logits_of=lambda model, batch: model(batch["x"]), loss=loss)
+    task = Task(run=flags, optim=flags, build_model=build_model, loss_of=loss_of, micro_batch=micro_batch)
+    (point,) = run_points(task, LAUNCH, points_of(choose_for_target(task, LAUNCH, GIB).candidates))
+    assert point.measured.needed_bytes <= point.candidate.needed_bytes
+    assert point.candidate.needed_bytes == pytest.approx(point.measured.needed_bytes, rel=0.03)
 
 
 @pytest.mark.slow

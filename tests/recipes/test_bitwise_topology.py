@@ -65,6 +65,15 @@ def test_mixed_images_keep_the_bits_in_lockstep(train_on_ranks, tmp_path):
     assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
 
 
+@pytest.mark.slow
+def test_smoothing_and_weights_have_the_same_bits_on_two_ranks(train_on_ranks, tmp_path):
+    flags = [*FLAGS["text_classification"], "--label_smoothing_factor", "0.1", "--class_weights", "balanced"]
+    flags += ["--logging_steps", "1", "--global_batch_size", "14", *BITS, "2", "--max_steps", "4", "--save_every", "2"]
+    for num_ranks in (1, 2):
+        train_on_ranks(num_ranks, *flags, recipe="text_classification", output=str(num_ranks))
+    assert_the_same_bits(tmp_path / "2", tmp_path / "1", 4)
+
+
 BUDGET = ["--memory_budget_gib", "1"]
 BITWISE_BUDGET = ["--activation_checkpointing", "budget:bitwise", *BUDGET]
 SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "14", "--max_steps", "3"]

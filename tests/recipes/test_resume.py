@@ -33,13 +33,14 @@ def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys):
     assert_the_same_run(tmp_path / "run", straight)
 
 
+WEIGHTED = ["--label_smoothing_factor", "0.1", "--class_weights", "balanced"]
 OPTIONS = {
-    "none-text_classification": ("text_classification", []),
+    "weighted-text_classification": ("text_classification", WEIGHTED),
     "selective": ("language_modeling", ["--activation_checkpointing", "selective"]),
     "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
     "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
 }
-OFTEN = [OPTIONS[name] for name in ("none-text_classification", "stochastic rounding")]
+OFTEN = [OPTIONS[name] for name in ("weighted-text_classification", "stochastic rounding")]
 
 
 @pytest.mark.parametrize(("recipe", "options"), sample(OFTEN, OPTIONS.values()), indirect=["recipe"], ids=OPTIONS)

@@ -104,6 +104,54 @@ def test_how_a_global_batch_is_cut_changes_nothing(train, files, tmp_path, model
     assert cuts["1"]["eval"] == pytest.approx(cuts["5"]["eval"], rel=1e-6)
 
 
+LABELS = {  # of a text, by its place and whether there are cats in it; the flags; and the figures of the evaluation
+    "single_label_classification": (
+        lambda at, is_cat: "yes" if is_cat else "no",
+        ["--label_smoothing_factor", "0.1", "--class_weights", "balanced"],
+        {"accuracy", "f1", "loss", "majority_share"},
+    ),
+    "multi_label_classification": (
+        lambda at, is_cat: ["cats"] * is_cat + ["third"] * (at % 3 == 0),
+        [],
+        {"f1_micro", "f1_macro", "loss"},
+    ),
+    "regression": (lambda at, is_cat: is_cat + at / 50, [], {"mse", "pearson", "spearmanr", "loss"}),
+}
+
+
+@pytest.mark.parametrize("problem", LABELS)
+def test_labels_of_any_kind_are_learned_whatever_the_cut_and_as_transformers_does(train, tmp_path, problem):
+    label_of, flags, keys = LABELS[problem]
+    paths, labels = {}, {}
+    for split, number in (("train", 45), ("validation", 19)):
+        labels[split] = [label_of(at, row["label"] == "yes") for at, row in enumerate(rows(number, number))]
+        labelled = [row | {"label": one} for row, one in zip(rows(number, number), labels[split], strict=True)]
+        paths[split] = write_rows(tmp_path / f"{split}.jsonl", labelled)
+    flags = [*flags, "--train_file", paths["train"], "--validation_file", paths["validation"], "--dropout", "0"]
+    flags = [*MODELS["bert"], *flags, *SHORT, "--dtype", "float64"]
+    whole = train(*flags, "--micro_batch_size", "16", output="whole")
+    cut = train(*flags, "--micro_batch_size", "5", output="cut")
+    assert curve(tmp_path / "whole") == pytest.approx(curve(tmp_path / "cut"), rel=1e-9)
+    assert whole["eval"].keys() == keys
+    assert cut["eval"] == pytest.approx(whole["eval"], rel=1e-6)
+
+    final = tmp_path / "whole" / "final"
+    model = AutoModelForSequenceClassification.from_pretrained(final, dtype=torch.float64)
+    assert model.config.problem_type == problem
+    texts = [row["text"] for row in rows(19, 19)]
+    tokens = AutoTokenizer.from_pretrained(final)(texts, padding=True, truncation=True, return_tensors="pt")
+    names = sorted({"yes", "no", "cats", "third"} & set(model.config.label2id))
+    expected = labels["validation"]
+    if problem != "regression":
+        assert list(model.config.label2id) == names
+        expected = [names.index(one) if isinstance(one, str) else [float(n in one) for n in names] for one in expected]
+        of_classes = whole["classes"]
+        assert list(of_classes) == names
+    dtype = torch.int64 if problem == "single_label_classification" else torch.float64
+    output = model.eval()(**tokens, labels=torch.tensor(expected, dtype=dtype))
+    assert output.loss.item() == pytest.approx(whole["eval"]["loss"], rel=1e-6)
+
+
 def test_what_a_run_leaves_behind(train, files, tmp_path, tokenizer):
     results = train(*MODELS["bert"], *files, *SHORT, "--num_epochs", "1")
     folder = tmp_path / "run"

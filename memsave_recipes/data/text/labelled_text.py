@@ -1,7 +1,8 @@
 """Labelled texts, alone or in pairs: the docstrings of installed libraries, files, or a data set of the Hub.
 
-The classes are those of the training texts; a label that is none of them is refused with its row. Rows without text
-(null in a column of text, or only blanks in all of them) are left out and counted; one without a label is refused.
+A label is a class, a list of classes or a number; the first one of the training texts decides for all. The classes are
+of the training texts; a label that is none of them is refused with its row. Rows without text (null in a column of
+text, or only blanks in all of them) are left out and counted; one without a label is refused.
 
 The class of a docstring is its library. Library names are masked, because a model could just look for them, and of all
 docstrings that open with the same words only the first is kept.
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from platform import python_version
 from typing import Any, NamedTuple
@@ -40,6 +42,7 @@ from memsave_recipes.data.sources import (
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name
+from memsave_recipes.losses import MULTI, REGRESSION, SINGLE, ProblemType
 from memsave_recipes.text import join_names
 
 BUILT_IN = "docstrings"
@@ -55,6 +58,13 @@ PAIRS = (
 TEXTS = ("text", "sentence", "content", "review")
 LABELS = ("label", "labels", "class", "category")
 WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")  # a whole number as Python would write it, in 64 bits
+
+DECIMAL = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")  # as programs write a column of floats, all of them with a point
+LABEL_RULES = {
+    SINGLE: "labels are words or whole numbers",
+    MULTI: "labels are lists of words or whole numbers, each of them once",
+    REGRESSION: "labels are finite numbers",
+}
 
 # Each package with its distribution: the standard library, and requirements of setup.cfg with enough to read.
 LIBRARIES = {
@@ -93,6 +103,10 @@ class LabelledTextArguments:
     text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
     text_pair_column: str | None = field(default=None, metadata={"help": "the second text, where pairs are classified"})
     label_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
+    problem_type: ProblemType | None = field(
+        default=None,
+        metadata={"help": "what labels are; default: lists are several classes of a text, fractions are regression"},
+    )
 
     def __post_init__(self) -> None:
         self.dataset = self.dataset or (None if self.train_file or self.validation_file else BUILT_IN)
@@ -100,30 +114,40 @@ class LabelledTextArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledText:
-    """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``, the index of a class.
+    """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``.
 
+    A label is the index of a class, a list of them, or a number, by ``problem_type``; numbers are one unnamed class.
     Without training texts, ``train`` is ``validation``. ``of_files`` are lines on the files that were read.
     """
 
     train: datasets.Dataset
     validation: datasets.Dataset
     label_names: tuple[str, ...]
+    problem_type: ProblemType = SINGLE
     num_without_text: int = 0
     of_files: tuple[str, ...] = ()
 
     @property
-    def majority_share(self) -> float:
-        """The accuracy of always answering the most frequent class of the held-out texts."""
+    def baseline(self) -> dict[str, float]:
+        """``majority_share``, the accuracy of always answering the most frequent class of the held-out texts."""
+        if self.problem_type != SINGLE:
+            return {}
         labels = self.validation["label"][:]
-        return Counter(labels).most_common(1)[0][1] / len(labels)
+        return {"majority_share": Counter(labels).most_common(1)[0][1] / len(labels)}
 
     @property
     def notice(self) -> str:
-        """A line on the size of the splits and the accuracy of the largest class."""
+        """A line on the size of the splits, on what labels are, and the accuracy of the largest class."""
         sizes = f"{len(self.validation):,} held out"
         if self.train is not self.validation:
             sizes = f"{len(self.train):,} training texts, {sizes}"
-        classes = f"{len(self.label_names)} classes, the largest with {self.majority_share:.1%} of those held out"
+        classes = f"{len(self.label_names)} classes, any number of them a text: {self.problem_type}"
+        if self.problem_type == SINGLE:
+            share = self.baseline["majority_share"]
+            classes = f"{len(self.label_names)} classes, the largest with {share:.1%} of those held out"
+        if self.problem_type == REGRESSION:
+            labels = self.train["label"][:]
+            classes = f"labels are numbers from {min(labels):g} to {max(labels):g}: {self.problem_type}"
         left_out = (
             [f"rows left out because they have no text: {self.num_without_text}"] if self.num_without_text else []
         )
@@ -136,10 +160,16 @@ class LabelledText:
                 yield from self.train[column]
 
 
-def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[str] | None = None) -> LabelledText:
+def load_labelled_text(
+    flags: LabelledTextArguments,
+    *,
+    model_labels: Sequence[str] | None = None,
+    model_problem: ProblemType | None = None,
+) -> LabelledText:
     """Load the labelled texts that the flags name: built in, of files, or of the Hub (``glue`` is ``nyu-mll/glue``).
 
-    With ``model_labels``, the classes of a model that is only evaluated, ``--validation_file`` may be alone.
+    With ``model_labels`` and ``model_problem``, the classes of a model that is only evaluated and what its labels are,
+    ``--validation_file`` may be alone.
 
     Raises:
         InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a
@@ -149,13 +179,14 @@ def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[s
     with progress_bars(False):
         first = splits.get("train", splits["validation"])
         columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
-        selected = {split: [_select(table, columns) for table in tables] for split, tables in splits.items()}
-        names, index_of = _classes(selected.get("train", selected["validation"]))
+        problem = flags.problem_type or model_problem or _problem_of(first, columns)
+        selected = {split: [_select(table, columns, problem) for table in tables] for split, tables in splits.items()}
+        names, index_of = _classes(selected.get("train", selected["validation"]), problem)
         if model_labels is not None:
             names, places = in_classes_of_model(names, model_labels, first[0].source)
             index_of = {label: places[index] for label, index in index_of.items()}
         whole = {
-            split: datasets.concatenate_datasets([_with_class_indices(table, names, index_of) for table in tables])
+            split: datasets.concatenate_datasets([_as_learned(table, names, index_of, problem) for table in tables])
             for split, tables in selected.items()
         }
         kept = {
@@ -169,6 +200,7 @@ def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[s
         train=kept.get("train", kept["validation"]),
         validation=kept["validation"],
         label_names=tuple(names),
+        problem_type=problem,
         num_without_text=sum(map(len, whole.values())) - sum(map(len, kept.values())),
         of_files=notes,
     )
@@ -272,7 +304,17 @@ def _find_columns(table: _Table, text: str | None, pair: str | None, label: str 
     return ours
 
 
-def _select(table: _Table, columns: dict[str, str]) -> _Table:
+def _problem_of(tables: Sequence[_Table], columns: dict[str, str]) -> ProblemType:
+    """Tell what labels are by the first one; of a CSV, which has words alone, by all of them."""
+    column = next(theirs for theirs, ours in columns.items() if ours == "label")
+    labels = [label for table in tables if column in table.rows.column_names for label in table.rows[column]]
+    if labels and isinstance(labels[0], list):
+        return MULTI
+    is_written = all(isinstance(label, str) and DECIMAL.fullmatch(label) for label in labels)
+    return REGRESSION if labels and (is_written or isinstance(labels[0], float)) else SINGLE
+
+
+def _select(table: _Table, columns: dict[str, str], problem: ProblemType) -> _Table:
     """Select these columns, under our names, with texts or null, and a label in every row."""
     source, rows = table
     for theirs, ours in columns.items():
@@ -282,33 +324,56 @@ def _select(table: _Table, columns: dict[str, str]) -> _Table:
                 f"name it by --{ours}_column"
             )
         for number, value in enumerate(rows[theirs][:], start=1):
-            _check_value(value, ours, f"{source}: row {number}", theirs)
+            _check_value(value, ours, f"{source}: row {number}", theirs, problem)
     selected = rows.select_columns(list(columns)).rename_columns(columns)
     texts = {column: datasets.Value("string") for column in selected.column_names if column != "label"}
     return _Table(source, selected.cast(datasets.Features({**selected.features, **texts})))
 
 
-def _check_value(value: Any, ours: str, place: str, theirs: str) -> None:
+def _check_value(value: Any, ours: str, place: str, theirs: str, problem: ProblemType) -> None:
     if ours != "label" and not isinstance(value, str | None):
         raise InputError(f"{place} has no text in its column {theirs}: name another one by --{ours}_column")
     if ours == "label" and value is None:
         raise InputError(f"{place} has no {theirs}: add it or remove the row")
-    if ours == "label" and not isinstance(value, str | int):
+    if ours == "label" and not _is_label(value, problem):
         raise InputError(
-            f"{place} has the label {str(value)[:80]}, and labels are words or whole numbers: name another column by "
-            "--label_column"
+            f"{place} has the label {str(value)[:80]}, and {LABEL_RULES[problem]}: name another column by "
+            "--label_column, or see --problem_type"
         )
 
 
-def _classes(tables: Sequence[_Table]) -> tuple[list[str], dict[str, int]]:
+def _is_label(value: Any, problem: ProblemType) -> bool:
+    if problem == REGRESSION:
+        is_number = isinstance(value, int | float) or (isinstance(value, str) and _is_float(value))
+        return is_number and not isinstance(value, bool) and isfinite(float(value))
+    if problem == MULTI:
+        is_list = isinstance(value, list) and all(isinstance(one, str | int) for one in value)
+        return is_list and len(set(map(str, value))) == len(value)
+    return isinstance(value, str | int)
+
+
+def _is_float(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _classes(tables: Sequence[_Table], problem: ProblemType) -> tuple[list[str], dict[str, int]]:
     """Return the names of the classes, and the class of each label as it is written in the data."""
+    if problem == REGRESSION:
+        return ["LABEL_0"], {}  # transformers' name for one without a name
     found = [label for table in tables for label in table.rows["label"]]
+    if problem == MULTI:
+        found = [label for labels in found for label in labels]
     labels = set(found)
     if len({isinstance(label, bool) for label in found}) > 1:  # True and 1 are one to Python
         raise InputError(f"{_name_of(tables)} has true or false among other labels: write all of them alike")
     if len(labels) < 2:
         raise InputError(f"{_name_of(tables)} has texts of {len(labels)} class(es): give at least 2 to tell apart")
     feature = tables[0].rows.features["label"]
+    feature = getattr(feature, "feature", feature)  # of a list
     if isinstance(feature, datasets.ClassLabel):
         return feature.names, {str(index): index for index in range(feature.num_classes)}
     are_numbers = all(isinstance(label, int) for label in labels)
@@ -316,17 +381,27 @@ def _classes(tables: Sequence[_Table]) -> tuple[list[str], dict[str, int]]:
     return names, {name: index for index, name in enumerate(names)}
 
 
-def _with_class_indices(table: _Table, names: list[str], index_of: dict[str, int]) -> datasets.Dataset:
+def _as_learned(table: _Table, names: list[str], index_of: dict[str, int], problem: ProblemType) -> datasets.Dataset:
+    """Return the rows with the index of a class for a label, or those of its classes, or a number."""
     source, rows = table
-    labels = [str(label) for label in rows["label"]]
-    for number, label in enumerate(labels, start=1):
-        if label not in index_of:
+
+    def index(label: Any, number: int) -> int:
+        if str(label) not in index_of:
             raise InputError(
                 f"{source}: row {number} has the label {label}, which is none of the {len(names)} classes "
                 f"({join_names(names, MAX_NAMED)}): correct it or remove the row"
             )
-    indices = [index_of[label] for label in labels]
-    return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
+        return index_of[str(label)]
+
+    labels: list[Any] = list(enumerate(rows["label"], start=1))
+    if problem == REGRESSION:
+        labels, feature = [float(label) for _, label in labels], datasets.Value("float32")
+    elif problem == MULTI:
+        labels = [[index(one, number) for one in label] for number, label in labels]
+        feature = datasets.List(datasets.Value("int64"))
+    else:
+        labels, feature = [index(label, number) for number, label in labels], datasets.Value("int64")
+    return rows.remove_columns("label").add_column("label", labels, feature=feature)
 
 
 @progress_bars(False)

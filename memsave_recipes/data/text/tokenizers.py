@@ -43,7 +43,7 @@ from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.hub import loading_by_name, open_tokenizer
-from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.losses import label_of
 from memsave_recipes.text import ProgressBar
 
 CHUNK_CHARACTERS = 2**18
@@ -294,11 +294,12 @@ class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
     """A split of labelled texts, whose samples ``collate`` pads to a batch.
 
     A key is an ``int`` (a counted sample) or has ``index`` and ``counted``. A sample is what the tokenizer makes, and
-    ``label``, which is -100 where it is not counted.
+    ``label``, as ``label_of`` makes it, of ``num_labels`` classes.
     """
 
     rows: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
+    num_labels: int
 
     def longest(self, count: int) -> list[int]:
         """Find the ``count`` samples with most tokens."""
@@ -311,10 +312,10 @@ class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, key: Any) -> dict[str, Any]:
         index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
         sample: dict[str, Any] = self.rows[index]
-        return sample if counted else sample | {"label": IGNORED_LABEL}
+        return sample | {"label": label_of(sample["label"], self.num_labels, counted=counted)}
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` int64 (B, T), T the longest sample; ``labels`` int64 (B,)."""
+        """Return ``input_ids``, ``attention_mask`` int64 (B, T), T the longest sample; ``labels`` of ``LabelLoss``."""
         return dict(DataCollatorWithPadding(self.tokenizer)(samples))
 
 
@@ -337,7 +338,8 @@ def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_len
             raise InputError(f"the {split} text {lengths.index(0) + 1} has no tokens: remove its row")
         all_lengths += lengths
         samples[f"{split} texts"] = _samples(encoded, split)
-        tokenized.append(TokenizedText(rows=encoded.remove_columns(["length", "digest"]), tokenizer=tokenizer))
+        rows, num_labels = encoded.remove_columns(["length", "digest"]), len(texts.label_names)
+        tokenized.append(TokenizedText(rows=rows, tokenizer=tokenizer, num_labels=num_labels))
     fingerprint = Fingerprint(samples=samples, label_names=texts.label_names, tokenizer=digest_of_tokenizer(tokenizer))
     num_full, notice = all_lengths.count(max_length), None
     if num_full:

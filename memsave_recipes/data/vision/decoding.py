@@ -37,7 +37,7 @@ from memsave_recipes.data.vision.augmentation import (
 from memsave_recipes.data.vision.image_folder import file_state, readable
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
-from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.losses import label_of
 from memsave_recipes.text import first_line
 
 with packages_of("vision", "images"):
@@ -69,9 +69,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """One split, decoded sample by sample; an image that cannot be raises ``InputError`` with its path.
 
     A key is an ``int`` (a counted sample of epoch 0) or has the attributes of ``Key``. A sample suits torch's default
-    collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` int64 () that is -100 where it is not
-    counted, ``index``, and with an augmentation ``affine`` float32 (2, 3). Where ``transforms`` mix it with its
-    partner, by default itself, ``labels`` are shares of the classes, float32 (C,), all 0 where it is not counted.
+    collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` of ``LabelLoss``, ``index``, and with
+    an augmentation ``affine`` float32 (2, 3). Where ``transforms`` mix it with its partner, by default itself,
+    ``labels`` are shares of the classes, float32 (C,), NaN where it is not counted.
     """
 
     rows: datasets.Dataset
@@ -83,7 +83,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     keeps_pixels: bool
     grey_bits: int = MAX_GREY_BITS
     transforms: tuple[str, ...] = ()
-    _kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[int, tuple[Tensor, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,7 +106,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         partner = key.index if key.partner is None else key.partner
         return [key.index, partner] if MIXES.keys() & self.transforms else [key.index]
 
-    def _load(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Tensor, int]]:
+    def _load(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Tensor, Any]]:
         """Return the transformed pixels and the label by index and epoch: one query of Arrow's table for all."""
         new = [index for index, _ in places if index not in self._kept]
         rows = self.rows[new] if new else {"image": [], "label": []}
@@ -121,25 +121,26 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return generator_of(seed=self.seed, epoch=epoch, index=index, stream=stream)
 
     def _sample(
-        self, key: Any, picture: tuple[Tensor, int], partner: tuple[Tensor, int] | None = None
+        self, key: Any, picture: tuple[Tensor, Any], partner: tuple[Tensor, Any] | None = None
     ) -> dict[str, Any]:
-        pixels, label = picture
+        (pixels, label), num_classes = picture, len(class_names(self.rows))
         if partner is None:
-            sample = {"images": pixels, "labels": torch.tensor(label if key.counted else IGNORED_LABEL)}
+            labels = torch.tensor(label_of(label, num_classes, counted=key.counted))
         else:
-            other_pixels, other_label = partner
-            pixels, share = mixed(pixels, other_pixels, self.transforms, self._draws(key.index, key.epoch, 3))
-            shares = torch.zeros(self.rows.features["label"].num_classes, dtype=torch.float64)
-            shares[label] += share
-            shares[other_label] += 1 - share
-            sample = {"images": pixels, "labels": (shares * key.counted).float()}
+            pixels, share = mixed(pixels, partner[0], self.transforms, self._draws(key.index, key.epoch, 3))
+            own, other = (
+                torch.tensor(label_of(one if isinstance(one, list) else [one], num_classes, counted=key.counted))
+                for one in (label, partner[1])
+            )
+            labels = (share * own.double() + (1 - share) * other.double()).float()
+        sample = {"images": pixels, "labels": labels}
         if self.augmentation is not None:
             sample["affine"] = self.augmentation.draw(
                 seed=self.seed, epoch=key.epoch, index=key.index, image_size=self.image_size
             )
         return sample | {"index": key.index}
 
-    def _read(self, index: int, epoch: int, image: Stored, label: int) -> tuple[Tensor, int]:
+    def _read(self, index: int, epoch: int, image: Stored, label: Any) -> tuple[Tensor, Any]:
         try:
             pixels = self._pixels(index, epoch, image)
         except Exception as error:
@@ -156,6 +157,13 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return tensor_of(
             random_resized_crop(decode(image, self.grey_bits), self.image_size, self._draws(index, epoch, 1))
         )
+
+
+def class_names(rows: datasets.Dataset) -> list[str]:
+    """Return the classes of the column ``label``, of which an image has one, or a list."""
+    feature = rows.features["label"]
+    names: list[str] = getattr(feature, "feature", feature).names
+    return names
 
 
 def without_broken(
@@ -321,7 +329,7 @@ def fingerprint_of_images(
         data_dir: the folder that they are files of; ``None`` for a data set.
         listed: the result of ``check_against_list``.
     """
-    found = Fingerprint(samples={}, label_names=tuple(splits["train"].features["label"].names))
+    found = Fingerprint(samples={}, label_names=tuple(class_names(splits["train"])))
     for split, rows in splits.items():
         name = SPLITS[split]
         if data_dir is None:
@@ -354,7 +362,7 @@ def _samples_of_dataset(rows: datasets.Dataset, split: str) -> Samples:
     return Samples(digests=digests, name_of=lambda index: f"number {index + 1} of the {split}")
 
 
-def _digests_of(images: list[dict[str, Any]], labels: list[int]) -> dict[str, list[int]]:
+def _digests_of(images: list[dict[str, Any]], labels: list[Any]) -> dict[str, list[int]]:
     digests = []
     for image, label in zip(images, labels, strict=True):
         content = image["bytes"]

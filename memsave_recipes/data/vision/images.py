@@ -1,11 +1,12 @@
 """Labelled images as samples: the digits of scikit-learn, a folder of class folders, or a data set of the Hub.
 
-Each source is read as splits with the columns ``image``, still encoded, and ``label``; ``decoding.py`` makes samples of
-them.
+Each source is read as splits with the columns ``image``, still encoded, and ``label``, a class or a list of them;
+``decoding.py`` makes samples of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import datasets
 import numpy as np
@@ -22,6 +23,7 @@ from memsave_recipes.data.vision.decoding import (
     ResizeMode,
     bits_of_grey,
     check_against_list,
+    class_names,
     fingerprint_of_images,
     names_below,
     without_broken,
@@ -30,11 +32,14 @@ from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, re
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint, digest_of
 from memsave_recipes.hub import loading_by_name
+from memsave_recipes.losses import MULTI, SINGLE, ProblemType
 from memsave_recipes.text import join_names, printable
 
 DIGITS_SIZE, PHOTOGRAPH_SIZE = 32, 224
 VALIDATION_FRACTION = 0.1
 MAX_CLASSES_NAMED = 12
+LISTS = ("label", "labels", "class", "classes", "category", "categories", "tags")
+"""Names of a column of lists of words that are classes."""
 
 
 @dataclass(kw_only=True)
@@ -137,10 +142,17 @@ class ImageSplits:
     fingerprint: Fingerprint
 
     @property
+    def problem_type(self) -> ProblemType:
+        """What labels are: a class, or a list of them."""
+        return MULTI if isinstance(self.train.rows.features["label"], datasets.List) else SINGLE
+
+    @property
     def notices(self) -> tuple[str, ...]:
         """Lines to print before training: the size of the splits, the classes, the images that are left out."""
         sizes = f"{len(self.train):,} training images, {len(self.validation):,} held out"
         classes = f"{len(self.label_names):,} classes: {first_of(self.label_names, MAX_CLASSES_NAMED)}"
+        if self.problem_type == MULTI:
+            classes += f"; any number of them an image: {MULTI}"
         lines = [f"{sizes}; {classes}"]
         if self.held_out_by:
             lines.append(f"note: without a validation split, a part of each class is held out by {self.held_out_by}")
@@ -211,7 +223,7 @@ def load_images(
     return ImageSplits(
         train=train,
         validation=validation,
-        label_names=tuple(splits["train"].features["label"].names),
+        label_names=tuple(class_names(splits["train"])),
         num_listed=len(listed),
         grey_bits=grey_bits,
         broken=(*lost_links, *broken),
@@ -240,6 +252,8 @@ def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
             f"--validation_fraction {flags.validation_fraction}: {flags.source} has a validation split: leave it out"
         )
     splits = {split: _image_and_label(rows, flags.source) for split, rows in splits.items()}
+    if isinstance(splits["train"].features["label"], datasets.List):
+        splits = _with_classes_of_words(splits, flags.source)
     check_labels(splits, flags.source)
     return splits, lost_links
 
@@ -257,8 +271,8 @@ def _find(flags: ImageDataArguments, data_dir: str) -> ImageFiles:
 
 def check_labels(splits: Splits, source: str) -> None:
     """Raise ``InputError`` where ``splits`` are nothing to learn from: a class missing, one alone, or unknown."""
-    names = splits["train"].features["label"].names
-    known, *others = (set(rows["label"][:]) for rows in splits.values())
+    names = class_names(splits["train"])
+    known, *others = (set(_all_classes(rows)) for rows in splits.values())
     if unlabelled := known.union(*others) - set(range(len(names))):
         raise InputError(f"{source} has images without a class (label {join_names(unlabelled)}): leave them out")
     if len(known) < 2:
@@ -273,10 +287,31 @@ def check_labels(splits: Splits, source: str) -> None:
             )
 
 
+def _all_classes(rows: datasets.Dataset) -> list[int]:
+    """List the classes of all images, one after another."""
+    labels = rows["label"][:]
+    if isinstance(rows.features["label"], datasets.List):
+        return [label for of_one in labels for label in of_one]
+    return list(labels)
+
+
 def _labelled_as(rows: datasets.Dataset, model_labels: Sequence[str], source: str) -> datasets.Dataset:
-    names, places = in_classes_of_model(rows.features["label"].names, model_labels, source)
-    labels = [places[label] for label in rows["label"]]
-    return rows.remove_columns("label").add_column("label", labels, feature=datasets.ClassLabel(names=names))
+    names, places = in_classes_of_model(class_names(rows), model_labels, source)
+    labels = [[places[one] for one in label] if isinstance(label, list) else places[label] for label in rows["label"]]
+    feature: Any = datasets.ClassLabel(names=names)
+    if isinstance(rows.features["label"], datasets.List):
+        feature = datasets.List(feature)
+    return rows.remove_columns("label").add_column("label", labels, feature=feature)
+
+
+def _with_classes_of_words(splits: Splits, source: str) -> Splits:
+    """Make the words in lists of labels classes, those of the training images; classes stay as they are."""
+    if isinstance(splits["train"].features["label"].feature, datasets.ClassLabel):
+        return splits
+    names = sorted(set(_all_classes(splits["train"])))
+    feature = datasets.List(datasets.ClassLabel(names=names))
+    with loading_by_name(source, source, "label validation images with classes of the training images"):
+        return {split: rows.cast_column("label", feature) for split, rows in splits.items()}
 
 
 def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
@@ -299,7 +334,9 @@ def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, s
 
 
 def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, fraction: float, seed: int) -> Splits:
-    labels = np.array(rows["label"][:])
+    # Of several classes the first counts; images without one are a class of their own.
+    labels = np.array([(label or [-1])[0] if isinstance(label, list) else label for label in rows["label"]])
+    labels = np.unique(labels, return_inverse=True)[1]
     names = names_below(rows, flags.data_dir) if flags.data_dir else list(map(str, range(len(rows))))
     held_out = choose_held_out(labels, names, fraction, seed)
     if not len(held_out):
@@ -333,13 +370,21 @@ def _read_hub(dataset: str) -> Splits:
 
 def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     """Select the columns ``image``, still encoded, and ``label``."""
-    columns = {}
-    for name, kind in (("image", datasets.Image), ("label", datasets.ClassLabel)):
-        found = [column for column, feature in rows.features.items() if isinstance(feature, kind)]
+    features = rows.features.items()
+    images = [name for name, feature in features if isinstance(feature, datasets.Image)]
+    labels = [name for name, feature in features if isinstance(feature, datasets.ClassLabel)]
+    labels += [name for name, feature in features if _is_list_of_classes(name, feature)]
+    for kind, found in (("Image", images), ("ClassLabel", labels)):
         if not found:
-            raise InputError(
-                f"{source} has no {kind.__name__} column, only {join_names(rows.features)}: use another one"
-            )
-        columns[found[0]] = name
+            raise InputError(f"{source} has no {kind} column, only {join_names(rows.features)}: use another one")
+    columns = {images[0]: "image", labels[0]: "label"}
     rows = rows.select_columns(list(columns)).rename_columns(columns)
     return rows.cast_column("image", datasets.Image(decode=False))
+
+
+def _is_list_of_classes(name: str, feature: Any) -> bool:
+    """Tell whether it is a list of classes, or one of words whose name says that they are classes."""
+    if not isinstance(feature, datasets.List):
+        return False
+    of_words = name in LISTS and feature.feature == datasets.Value("string")
+    return of_words or isinstance(feature.feature, datasets.ClassLabel)
