@@ -83,12 +83,12 @@ class LabelLoss:
 
 @wrap_torch_function(lambda logits, labels, loss: (logits, labels))  # of a wrapper tensor: for each inner one
 def _sum_of_labels(logits: Tensor, labels: Tensor, loss: LabelLoss) -> Tensor:
-    if loss.problem_type == SINGLE:
+    if loss.problem_type == SINGLE and not labels.is_floating_point():
         weight = None
-        if loss.class_weights is not None:  # so few bytes that the host does not wait
-            weight = torch.tensor(loss.class_weights, dtype=logits.dtype).to(logits.device, non_blocking=True)
-        if not labels.is_floating_point():
-            return F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=loss.label_smoothing)
+        if loss.class_weights is not None:  # so few bytes that the host does not wait; a copy is seen by estimates
+            weight = torch.tensor(loss.class_weights, dtype=logits.dtype)
+            weight = weight.to(logits.device, non_blocking=True, copy=True)
+        return F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=loss.label_smoothing)
     counted, targets = ~labels.isnan(), labels.nan_to_num().to(logits.dtype)
     if loss.problem_type == SINGLE:
         losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=loss.label_smoothing)

@@ -65,8 +65,8 @@ class LabelArguments:
                 of the classes.
         """
         if problem_type == SINGLE:
-            weights = self.class_weights and self._weights_of(label_names, labels)
-            return LabelLoss(label_smoothing=self.label_smoothing_factor, class_weights=weights or None)
+            weights = None if self.class_weights is None else self._weights_of(label_names, labels)
+            return LabelLoss(label_smoothing=self.label_smoothing_factor, class_weights=weights)
         for flag in ("label_smoothing_factor", "class_weights"):
             if value := getattr(self, flag):
                 raise InputError(f"--{flag} {value} is for samples of one class each, not {problem_type}: leave it out")

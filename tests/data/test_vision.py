@@ -184,7 +184,7 @@ def test_a_folder_with_metadata_has_lists_of_words(tmp_path):
     assert splits.train[0]["labels"].tolist() == [0, 1, 1]
     assert splits.validation[0]["labels"].tolist() == [1, 1, 0]
     (tmp_path / "validation" / "metadata.jsonl").write_text('{"file_name": "0.png", "labels": ["moon"]}')
-    assert "label validation images with classes of the training images" in refusal(dataset=str(tmp_path))
+    assert "has validation images of classes that train has none of (moon)" in refusal(dataset=str(tmp_path))
 
 
 def test_of_several_classes_a_part_is_held_out(tmp_path):

@@ -4,7 +4,7 @@ Each source is read as splits with the columns ``image``, still encoded, and ``l
 ``decoding.py`` makes samples of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,11 +280,7 @@ def check_labels(splits: Splits, source: str) -> None:
     for asked in others:
         if not asked:
             raise InputError(f"{source} has no validation images: add some")
-        if unknown := asked - known:
-            listed = join_names(names[label] for label in unknown)
-            raise InputError(
-                f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
-            )
+        _refuse_unknown([names[label] for label in asked - known], source)
 
 
 def _all_classes(rows: datasets.Dataset) -> list[int]:
@@ -297,11 +293,7 @@ def _all_classes(rows: datasets.Dataset) -> list[int]:
 
 def _labelled_as(rows: datasets.Dataset, model_labels: Sequence[str], source: str) -> datasets.Dataset:
     names, places = in_classes_of_model(class_names(rows), model_labels, source)
-    labels = [[places[one] for one in label] if isinstance(label, list) else places[label] for label in rows["label"]]
-    feature: Any = datasets.ClassLabel(names=names)
-    if isinstance(rows.features["label"], datasets.List):
-        feature = datasets.List(feature)
-    return rows.remove_columns("label").add_column("label", labels, feature=feature)
+    return _relabelled(rows, names, dict(enumerate(places)))
 
 
 def _with_classes_of_words(splits: Splits, source: str) -> Splits:
@@ -309,9 +301,28 @@ def _with_classes_of_words(splits: Splits, source: str) -> Splits:
     if isinstance(splits["train"].features["label"].feature, datasets.ClassLabel):
         return splits
     names = sorted(set(_all_classes(splits["train"])))
-    feature = datasets.List(datasets.ClassLabel(names=names))
-    with loading_by_name(source, source, "label validation images with classes of the training images"):
-        return {split: rows.cast_column("label", feature) for split, rows in splits.items()}
+    for rows in splits.values():
+        _refuse_unknown(set(_all_classes(rows)) - set(names), source)
+    place_of = {name: place for place, name in enumerate(names)}
+    return {split: _relabelled(rows, names, place_of) for split, rows in splits.items()}
+
+
+def _refuse_unknown(names: Collection[str], source: str) -> None:
+    if names:
+        listed = join_names(names)
+        raise InputError(
+            f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
+        )
+
+
+def _relabelled(rows: datasets.Dataset, names: list[str], place_of: dict[Any, int]) -> datasets.Dataset:
+    """Return the rows with the places of their labels among ``names``."""
+    labels = [
+        [place_of[one] for one in label] if isinstance(label, list) else place_of[label] for label in rows["label"]
+    ]
+    one = datasets.ClassLabel(names=names)
+    feature = datasets.List(one) if isinstance(rows.features["label"], datasets.List) else one
+    return rows.remove_columns("label").add_column("label", labels, feature=feature)
 
 
 def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
