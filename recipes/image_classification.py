@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsave_recipes.activations.streaming import place
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
 from memsave_recipes.losses import SINGLE, LabelLoss
+from memsave_recipes.models.adapters import ClassifierTrainingArguments, merged
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
     build_image_classifier,
@@ -33,6 +35,7 @@ from memsave_recipes.models.image_classifiers import (
     normalization,
     pretrained_grey_bits,
     pretrained_image_size,
+    train_part_of_images,
 )
 from memsave_recipes.models.saved import save_image_classifier
 from memsave_recipes.recipe import (
@@ -53,7 +56,7 @@ DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, LabelArguments, ImageModelArguments, ImageDataArguments):
+class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, ImageModelArguments, ImageDataArguments):
     """The flags of image classification."""
 
     def __post_init__(self) -> None:
@@ -88,14 +91,16 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     bare = run.build(task)
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
-    elif args.batchnorm == "local":
+    saved = task.adapt(bare)
+    place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
+    if not args.sync_batchnorm and args.batchnorm == "local":
         check_image_size(bare, args.image_size, run.smallest_micro_batch(batches))
 
     # With the activation plan that the flags name, or the fastest that fits the memory
     prepared = run.prepare(task, batches, bare)
     model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
-    training = run.begin(prepared, data=images.fingerprint, work=work, notices=images.notices)
+    training = run.begin(prepared, data=images.fingerprint, work=work, saved=saved, notices=images.notices)
 
     labels = {"problem_type": images.problem_type, "label_names": images.label_names}
     options = {"logits_of": partial(logits_of_images, pixels=pixels_for(args)), "exact": batches.layout.is_bitwise}
@@ -124,7 +129,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         grey_bits=images.grey_bits,
         **normalization(args),
     )
-    return training.finish(bare, save_others, model=args.name)
+    figures = {"model": args.name, "num_trained_parameters": training.num_trained}
+    return training.finish(merged(saved) if args.lora_merge else saved, save_others, **figures)
 
 
 def task(argv: list[str] | None = None) -> Task:
@@ -150,8 +156,10 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         run=args,
         optim=args,
         build_model=partial(build_image_classifier, args, names, args.image_size, args.torch_dtype, **options),
+        adapt=partial(train_part_of_images, flags=args, image_size=args.image_size),
         loss_of=partial(summed_loss, logits_of=partial(logits_of_images, pixels=pixels_for(args)), loss=loss),
         micro_batch=micro_batch,
+        stream_frozen=args.stream_frozen == "host",
         assumed=assumed,
     )
 

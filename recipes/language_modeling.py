@@ -35,7 +35,7 @@ from memsave_recipes.data.text.packing import check_positions, count_valid, keep
 from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
 from memsave_recipes.data.text.tokenizers import check_vocabulary
 from memsave_recipes.losses import default_chunk_bytes
-from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
+from memsave_recipes.models.adapters import LoraArguments, merged, train_part
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
@@ -172,11 +172,11 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         run=args,
         optim=args,
         build_model=partial(build_model, args, **options),
-        adapt=partial(add_lora, flags=args, task_type="CAUSAL_LM"),
+        adapt=partial(train_part, flags=args, task_type="CAUSAL_LM"),
         trained=lambda model, loss, device: CausalLMLoss(model, loss or args.loss, default_chunk_bytes(device)),
         loss_of=summed_loss,
         micro_batch=micro_batch,
-        takes_adapters=not args.has_adapters,
+        takes_adapters=not args.freezes,
         stream_frozen=args.stream_frozen == "host",
         losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
     )

@@ -35,7 +35,7 @@ from memsave_recipes.data.text.tokenizers import (
     tokenize,
 )
 from memsave_recipes.losses import REGRESSION, SINGLE, LabelLoss
-from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
+from memsave_recipes.models.adapters import ClassifierTrainingArguments, merged, train_part
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
 from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.recipe import (
@@ -70,7 +70,7 @@ class DataArguments(LabelledTextArguments):
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, LabelArguments, LoraArguments, TransformerArguments, DataArguments):
+class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, TransformerArguments, DataArguments):
     """The flags of text classification."""
 
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
@@ -171,10 +171,10 @@ def describe(
         run=args,
         optim=args,
         build_model=partial(build_text_classifier, args, label_names, args.torch_dtype, **options),
-        adapt=partial(add_lora, flags=args, task_type="SEQ_CLS"),
+        adapt=partial(train_part, flags=args, task_type="SEQ_CLS"),
         loss_of=partial(summed_loss, logits_of=logits_of_texts, loss=loss),
         micro_batch=micro_batch,
-        takes_adapters=not args.has_adapters,
+        takes_adapters=not args.freezes,
         stream_frozen=args.stream_frozen == "host",
         assumed=assumed,
     )

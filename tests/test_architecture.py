@@ -21,7 +21,7 @@ TABLE = {
     "distributed": ({"processes"}, {"accelerate", "torch"}),
     "plans": (set(), set()),
     "models": (
-        {"hub", "losses", "profiling"},
+        {"activations", "hub", "losses", "profiling"},
         {"torch", "safetensors", "transformers", "peft", "liger_kernel", "huggingface_hub"},
     ),
     "data": (

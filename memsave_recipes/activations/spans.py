@@ -15,6 +15,10 @@ A span under ``RECOMPUTE_NESTED`` keeps its input. Its second run keeps no more 
 third one rebuilds block after block; where a block has parts (``find_parts``), part after part. torch's checkpoints
 nest; BatchNorm counts in the first run alone, as every recomputation freezes its statistics.
 
+NOTE [ frozen blocks ]
+A span of several blocks begins at the first of them that has a backward. Those before it, which are frozen as all
+before them, save nothing and are not run again to reach it.
+
 NOTE [ one checkpoint for several calls ]
 1. torch's checkpoint takes one function. Here it is given one that does nothing in its first run, and the hooks that it
    puts around it, which keep a place in line instead of a tensor, are put around every layer of the span in turn. In
@@ -31,9 +35,10 @@ NOTE [ one checkpoint for several calls ]
 import copy
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -297,6 +302,13 @@ plan: ``micro_batch_size`` and ``runner`` for those in micro-batches. ``COMPILE`
 gave its MLPs other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 
+def need_gradients(values: Any, modules: Iterable[nn.Module]) -> bool:
+    """Whether a backward of ``modules``, run on ``values``, has anything to do: nothing has that is frozen so far."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return any(tensor.requires_grad for tensor in chain(tensors, parameters))
+
+
 @dataclass
 class SpannedBlocks:
     """The blocks of one span of a ``SequentialStack``, run together."""
@@ -316,16 +328,20 @@ class SpannedBlocks:
 
     def run(self, *state: Tensor) -> tuple[Tensor, ...]:
         """The same without the watch."""
-        modules = [module for block in self.blocks for module in block.modules]
-        names = (block.name for block in self.blocks)
-        forward = self.runs.recorded(self.forward, *names, action=self.action, modules=modules)
+        first = 0
+        while first + 1 < len(self.blocks) and not need_gradients(state, self.blocks[first].modules):
+            state = self.blocks[first].run(*state)
+            first += 1
+        modules = [module for block in self.blocks[first:] for module in block.modules]
+        names = (block.name for block in self.blocks[first:])
+        forward = self.runs.recorded(partial(self.forward, first), *names, action=self.action, modules=modules)
         state = RUN[self.action](forward, *state, modules=modules, **self.options)
         return state
 
-    def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
-        """The blocks, one after the other."""
+    def forward(self, first: int, *state: Tensor) -> tuple[Tensor, ...]:
+        """The blocks from ``first`` on, one after the other."""
         nests = self.action is Action.RECOMPUTE_NESTED and len(self.blocks) > 1
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.blocks[first:], start=first):
             run = self.effects[number].once(block.run) if nests else None
             state = recompute(run, *state, modules=block.modules) if run else block.run(*state)
         return state
@@ -428,10 +444,11 @@ class LayerInSpan:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
-        if self.action is Action.RECOMPUTE_NESTED:
-            recorded = partial(recompute, recorded, modules=[self.module])
-        run = partial(self.span.run, self.position, recorded)
+        run = recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
+        if need_gradients((state, call.given), [self.module]):
+            if self.action is Action.RECOMPUTE_NESTED:
+                recorded = partial(recompute, recorded, modules=[self.module])
+            run = partial(self.span.run, self.position, recorded)
         if self.watch is None:
             return run(*state)
         return self.watch(self.name, run, state, (call.args, call.kwargs))

@@ -55,14 +55,14 @@ def global_batchnorm(model: nn.Module) -> None:
     """Make the BatchNorm layers of ``model`` take their statistics over all ranks, in training.
 
     Parameters, buffers and state-dict keys stay as they are; evaluation does not change. Every rank has to run the same
-    layers in the same order.
+    layers in the same order. Layers that evaluate while the model trains are frozen, and left alone.
 
     Raises:
         InputError: there is no such layer, or one of them is torch's ``SyncBatchNorm``.
     """
-    layers = batchnorm_layers([model])
+    layers = [layer for layer in batchnorm_layers([model]) if layer.training or not model.training]
     if not layers:
-        raise InputError(f"batchnorm global: {type(model).__name__} has no BatchNorm layers: leave it out")
+        raise InputError(f"batchnorm global: {type(model).__name__} has no BatchNorm layers that train: leave it out")
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
         raise InputError("batchnorm global: SyncBatchNorm joins the ranks already: take the model without it")
     for layer in layers:

@@ -99,7 +99,7 @@ class ExactSettings(StepSettings):
         """
         if not self.bitwise_topology or self.batchnorm == "global":
             return
-        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise InputError(
@@ -141,7 +141,7 @@ class ExactSettings(StepSettings):
 
     def notice(self, model: nn.Module, layout: BatchLayout) -> str | None:
         """Return a line on local BatchNorm layers, where they do not normalise the global batch as one."""
-        layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
         synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
         parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
         if self.batchnorm == "global" or not layers or parts == 1:

@@ -1,6 +1,8 @@
-"""LoRA: train low-rank updates of frozen linear layers (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft.
+"""What trains: all weights, the head, the last blocks, or low-rank updates of frozen layers.
 
-The layers are put into the model in place, so the names of its blocks, and with them every activation plan, stay. What
+The latter is LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft, also with the scale of rsLoRA
+(Kalajdzievski 2023, https://arxiv.org/abs/2312.03732) and as DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353).
+Its layers are put into the model in place, so the names of its blocks, and with them every activation plan, stay. What
 the files of the base did not hold (a new head, pooler or projection) has random values, so it trains whole and is saved
 with the adapters: peft's ``modules_to_save``.
 
@@ -10,32 +12,42 @@ NOTE [ another model ]
 2. where a forward also takes ``W`` past the adapter, as of tied embeddings.
 Both are seen in one forward, whatever the adapters have learned by then. An adapter that never runs does not train: in
 the mixers of Jamba it adds nothing, unless it was trained elsewhere.
+
+NOTE [ frozen BatchNorm ]
+A BatchNorm whose weights are frozen normalises by its running statistics, in training too, and these do not move, as
+in ``torchvision.ops.FrozenBatchNorm2d`` and timm's ``freeze``. So a frozen layer computes the same in training and in
+evaluation, samples do not depend on one another, and adapters' files, which hold no statistics, hold all that changed.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from memsave_recipes.activations import find_stacks
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.slices import new_weights, take_whole
+from memsave_recipes.text import first_line
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import PeftModel
 
 StreamFrozen = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
-ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score")}
-"""Endings of the modules of which peft trains a copy in any case, by the kind of task."""
+ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score"), None: ()}
+"""Endings of the modules of which peft trains a copy in any case, by the kind of task; it has none for images."""
+OF_IMAGES = "images"  # a kind of task that peft has no word for
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # of which peft makes no copy
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_NAMES = {  # of flags in peft's configuration
@@ -43,13 +55,20 @@ PEFT_NAMES = {  # of flags in peft's configuration
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
     "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
 }
 
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """Whether to train adapters instead of the weights, and which."""
+    """What trains: all weights, adapters or the last blocks."""
 
+    train_last_blocks: int | None = field(
+        default=None,
+        metadata={"help": "train so many blocks, the last ones, with what is behind them, and freeze the rest"},
+    )
     lora: bool = field(default=False, metadata={"help": "train low-rank adapters and freeze the weights"})
     lora_rank: int = field(default=16, metadata={"help": "rank of the update of each layer"})
     lora_alpha: int = field(
@@ -59,8 +78,18 @@ class LoraArguments:
     lora_dropout: float = field(default=0.0, metadata={"help": "dropout probability at the input of each update"})
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
-        metadata={"help": "endings of module names, such as q_proj v_proj; default: all linear layers but the head"},
+        metadata={
+            "help": "endings of module names, such as q_proj v_proj; default: all linear layers but the head, or all "
+            "convolutions of a network without"
+        },
     )
+    lora_modules_to_save: list[str] = field(
+        default_factory=list, metadata={"help": "endings of modules that train whole beside the adapters"}
+    )
+    use_rslora: bool = field(
+        default=False, metadata={"help": "multiply updates by lora_alpha / sqrt(lora_rank): rsLoRA"}
+    )
+    use_dora: bool = field(default=False, metadata={"help": "train the norm of each row beside its direction: DoRA"})
     lora_merge: bool = field(
         default=False, metadata={"help": "save the model with the updates merged into its weights"}
     )
@@ -80,6 +109,12 @@ class LoraArguments:
                 "--lora_merge merges adapters, and there are none: pass --lora, name a folder of adapters with "
                 "--model_name_or_path, or leave it out"
             )
+        for flag in ("lora_modules_to_save", "use_rslora", "use_dora"):
+            if getattr(self, flag) and not self.has_adapters:
+                raise InputError(f"--{flag} is about adapters, and there are none: pass --lora, or leave it out")
+        if (count := self.train_last_blocks) is not None:
+            require(count >= 1, "--train_last_blocks", count, "at least 1")
+            self._check_whole_weights("--train_last_blocks")
         if self.load_in_4bit:
             self._check_4bit()
         if self.stream_frozen != "none":
@@ -91,6 +126,15 @@ class LoraArguments:
     def has_adapters(self) -> bool:
         """Whether the model has adapters: new ones by ``--lora``, or those of ``--model_name_or_path``."""
         return self.lora or self._adapter is not None
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some of the weights are frozen."""
+        return self.has_adapters or self.train_last_blocks is not None
+
+    def _check_whole_weights(self, flag: str) -> None:
+        if self.has_adapters:
+            raise InputError(f"{flag} trains weights, and adapters are for frozen ones: leave it or the adapters out")
 
     @property
     def _adapter(self) -> str | None:
@@ -122,8 +166,8 @@ class LoraArguments:
 
     def _check_streaming(self) -> None:
         asked = f"--stream_frozen {self.stream_frozen}"
-        if not self.has_adapters:
-            raise InputError(f"{asked}: without adapters no weights are frozen: pass --lora, or leave it out")
+        if not self.freezes:
+            raise InputError(f"{asked}: no weights are frozen: pass --lora or --train_last_blocks, or leave it out")
         if self.load_in_4bit:
             raise InputError(f"{asked} cannot move the packed weights of --load_in_4bit: leave one of them out")
         if self.lora_merge:
@@ -133,11 +177,99 @@ class LoraArguments:
             )
 
 
-def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) -> "PreTrainedModel | PeftModel":
+@dataclass(kw_only=True)
+class ClassifierTrainingArguments(LoraArguments):
+    """Whether a classifier trains its head alone."""
+
+    freeze_backbone: bool = field(default=False, metadata={"help": "train the head of the classifier alone"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.freeze_backbone:
+            self._check_whole_weights("--freeze_backbone")
+            if self.train_last_blocks is not None:
+                raise InputError("--freeze_backbone and --train_last_blocks train other weights: leave one of them out")
+
+    @property
+    def freezes(self) -> bool:
+        """As of ``LoraArguments``."""
+        return self.freeze_backbone or super().freezes
+
+
+def train_part(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
+    """Freeze in ``model`` what the flags leave out, add the adapters that they ask for, and return what is saved.
+
+    BatchNorm that is frozen keeps its statistics: NOTE [ frozen BatchNorm ].
+
+    Args:
+        task_type: as ``add_lora``.
+
+    Raises:
+        InputError: as ``add_lora``; the model has fewer blocks, or no head outside of its backbone.
+    """
+    adapted = add_lora(model, flags, task_type=task_type)
+    trained = None
+    if flags.train_last_blocks is not None:
+        trained = last_blocks(model, flags.train_last_blocks)
+    elif getattr(flags, "freeze_backbone", False) and not (trained := _outside_the_backbone(model)):
+        raise InputError(
+            f"--freeze_backbone: {type(model).__name__} has no head outside of its backbone: take --train_last_blocks"
+        )
+    if trained is not None:
+        trained |= new_weights(model) or set()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in trained)
+    for module in model.modules() if flags.freezes else ():
+        own = [*module.parameters(recurse=False)]
+        if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):
+            module.__class__ = _in_evaluation(type(module))  # type: ignore[arg-type]  # of _BatchNorm's class
+            module.eval()
+    return adapted
+
+
+@cache
+def _in_evaluation(kind: type[nn.Module]) -> Any:
+    """Make the class of the same name whose instances stay in evaluation mode."""
+    return type(kind.__name__, (kind,), {"train": lambda self, mode=True: kind.train(self, False)})
+
+
+def _outside_the_backbone(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights that are not in ``base_model`` of transformers, or in the ``features`` of our networks."""
+    backbone = model.base_model if isinstance(model, PreTrainedModel) else model.get_submodule("features")
+    inside = set(backbone.parameters())
+    return {parameter for parameter in model.parameters() if parameter not in inside}
+
+
+def last_blocks(model: nn.Module, count: int) -> set[nn.Parameter]:
+    """Return the weights of the last ``count`` blocks that have any, and of what is behind them: norms and the head.
+
+    A head that is tied to the embeddings is not among them, as these come before all blocks.
+
+    Raises:
+        InputError: there are fewer blocks.
+    """
+    blocks = [block for stack in find_stacks(model) for block in stack.blocks]
+    weights = [own for own in ({p for m in block.modules for p in m.parameters()} for block in blocks) if own]
+    if count > len(weights):
+        raise InputError(f"--train_last_blocks {count}: {type(model).__name__} has {len(weights)} blocks with weights")
+    inside: set[nn.Parameter] = set().union(*weights)
+    last: set[nn.Parameter] = set().union(*weights[-count:])
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head = set() if output is None else set(output.parameters())
+    named = list(model.named_parameters())
+    begin = next(at for at, (_, parameter) in enumerate(named) if parameter in last)
+    for at, (name, parameter) in enumerate(named):
+        is_behind = at > begin and "embed" not in name  # BART registers the norm of its embeddings behind its layers
+        if parameter not in inside and (is_behind or "final" in name or (at > begin and parameter in head)):
+            last.add(parameter)  # OPT registers its final norm before its layers
+    return last
+
+
+def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
     """Give ``model`` adapters, new ones or those of a folder, in place, freeze all else, and return peft's model.
 
     Args:
-        task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the head in any case.
+        task_type: ``CAUSAL_LM``; ``SEQ_CLS`` or, of images, ``None``, which train the head in any case.
 
     Raises:
         InputError: none of the target modules is there; as ``copied_modules``; or as ``load_adapters``.
@@ -152,18 +284,19 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
     if flags._adapter is not None:
         source = f"--model_name_or_path {flags._adapter}"
         return load_adapters(model, flags._adapter, task_type=task_type, source=source)
-    copied = copied_modules(model, task_type)
+    copied = [*copied_modules(model, task_type), *_named_modules(model, flags.lora_modules_to_save)]
     take_whole(model, copied)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name
-            targets = flags.lora_target_modules
             config = LoraConfig(
                 r=flags.lora_rank,
                 lora_alpha=flags.lora_alpha,
                 lora_dropout=flags.lora_dropout,
-                target_modules=targets[0] if targets == ["all-linear"] else targets,
+                target_modules=_targets(model, flags, task_type, copied),
                 exclude_modules=_linear_routers(model) or None,
+                use_rslora=flags.use_rslora,
+                use_dora=flags.use_dora,
                 task_type=task_type,
                 modules_to_save=copied or None,
                 fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
@@ -171,11 +304,42 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
             return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         asked = " ".join(flags.lora_target_modules)
+        if "groups" in str(error):
+            raise InputError(f"--lora_target_modules {asked}: {first_line(error)}: name other layers") from error
         linear = (name for name, module in model.named_modules() if type(module).__name__ in ADAPTABLE)
         found = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
         raise InputError(
             f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
         ) from error
+
+
+def _targets(model: nn.Module, flags: LoraArguments, task_type: str | None, copied: Sequence[str]) -> list[str] | str:
+    """Name the layers to adapt as peft takes them; of images, whose heads peft does not know, one by one."""
+    if flags.lora_target_modules != ["all-linear"]:
+        return flags.lora_target_modules
+    if task_type is not None:
+        return "all-linear"
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear)
+        is_whole = any(f"{name}.".startswith(f"{above}.") for above in copied)
+        if (is_linear or (isinstance(module, nn.Conv2d) and module.groups == 1)) and not is_whole:
+            found[is_linear].append(name)
+    return found[True] or found[False]
+
+
+def _named_modules(model: nn.Module, endings: Sequence[str]) -> list[str]:
+    """Name the modules of ``--lora_modules_to_save``; one that shares a weight is refused, as a copy would not."""
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    found: list[str] = []
+    for ending in endings:
+        names = [name for name, _ in model.named_modules() if name == ending or name.endswith(f".{ending}")]
+        if not names:
+            raise InputError(f"--lora_modules_to_save {ending}: no module of this {type(model).__name__} ends so")
+        if any(uses[parameter] > 1 for name in names for parameter in model.get_submodule(name).parameters()):
+            raise InputError(f"--lora_modules_to_save {ending}: another module has its weight, too: leave it out")
+        found += names
+    return found
 
 
 def _linear_routers(model: nn.Module) -> list[str]:
@@ -184,16 +348,17 @@ def _linear_routers(model: nn.Module) -> list[str]:
     return [name for name, module in linear if type(module).__name__.endswith("Router")]
 
 
-def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:
+def copied_modules(model: PreTrainedModel, task_type: str | None) -> list[str]:
     """Name the modules of which peft is to train and save a copy: those with new weights, and the head.
 
     peft goes by endings of names, so what happens to end alike is among them. Raises ``InputError`` where a new weight
     is in no module but the model itself.
     """
-    new = new_weights(model)
+    new, head = new_weights(model), _outside_the_backbone(model)
     if new is None:  # from scratch: nothing was in a file, and the head trains with the adapters
-        body = set(model.base_model.parameters())
-        new = {one for one in model.parameters() if one not in body and task_type == "SEQ_CLS"}
+        new = head if task_type != "CAUSAL_LM" else set()
+    elif task_type is None:
+        new |= head
     if own := [name for name, one in model.named_parameters(recurse=False) if one in new]:
         raise InputError(
             f"--lora: the files of the model hold no {own[0]}, and peft cannot save it with adapters: train without "
@@ -217,7 +382,7 @@ def _covering(module: nn.Module, new: set[nn.Parameter], prefix: str = "") -> It
             yield from _covering(child, new, f"{prefix}{name}.")
 
 
-def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str, source: str) -> "PeftModel":
+def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str | None, source: str) -> "PeftModel":
     """Give ``model`` the LoRA adapters of ``folder``, in place, and freeze everything else.
 
     The adapters train, also for predictions: torch rounds a product otherwise where its weight is frozen. A model on
@@ -238,8 +403,8 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str,
             warnings.simplefilter("ignore", FutureWarning)  # as in add_lora
             config = PeftConfig.from_pretrained(str(folder))
             if not isinstance(config, LoraConfig) or config.task_type != task_type:
-                found = f"{getattr(config.peft_type, 'value', 'unknown')} adapters for {config.task_type}"
-                raise InputError(f"{source} holds {found}, not LORA adapters for {task_type}: take others")
+                found = f"{getattr(config.peft_type, 'value', 'unknown')} adapters for {config.task_type or OF_IMAGES}"
+                raise InputError(f"{source} holds {found}, not LORA adapters for {task_type or OF_IMAGES}: take others")
             config.inference_mode = False
             if next(model.parameters()).is_meta:
                 return get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -281,6 +446,8 @@ def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
     shared = [name for name, weight in weights.items() if count[weight] > 1]
     if shared:
         raise _refusal(model, f"{shared[0]} and {shared[1]} share a weight")
+    if grouped := [name for name, one in adapted.items() if getattr(one.get_base_layer(), "groups", 1) > 1]:
+        raise InputError(f"--lora_merge: peft does not merge {grouped[0]}, a convolution in groups: leave it out")
     reads = _ReadsPastAdapters({weight: name for name, weight in weights.items()})
     hooks = [module.register_forward_pre_hook(reads.enter) for module in adapted.values()]
     hooks += [module.register_forward_hook(reads.leave) for module in adapted.values()]

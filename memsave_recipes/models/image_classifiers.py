@@ -20,6 +20,7 @@ from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import SINGLE, ProblemType
+from memsave_recipes.models.adapters import ClassifierTrainingArguments, train_part
 from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
@@ -62,8 +63,10 @@ class ImageModelArguments(TransformerArguments):
         is_ours = self.model is not None or self.saved_convnet is not None
         if is_ours and (self.dropout is not None or self.attn_implementation is not None):
             raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
-        if self.adapter is not None:
-            raise InputError(f"--model_name_or_path {self.adapter} holds adapters of a language model: take another")
+        if is_ours and getattr(self, "lora", False):
+            raise InputError("--lora adapts models of transformers: leave it out, or take --freeze_backbone")
+        if getattr(self, "load_in_4bit", False):
+            raise InputError("--load_in_4bit packs the layers of language models: leave it out")
         self.check_transformer()
 
     @property
@@ -135,6 +138,19 @@ def build_image_classifier(
         model = model.to(dtype)
     check_image_size(model, image_size)
     return model.to(memory_format=torch.channels_last) if flags.channels_last else model  # type: ignore[call-overload]
+
+
+def train_part_of_images(model: nn.Module, flags: ClassifierTrainingArguments, image_size: int) -> Any:
+    """Freeze and adapt ``model`` as ``train_part`` does; one that asks its layers what adapters lack is refused."""
+    adapted = train_part(model, flags, task_type=None)
+    try:
+        check_image_size(model, image_size)
+    except AttributeError as error:  # MobileNet pads by the stride of its convolutions
+        raise InputError(
+            f"--lora: {type(model).__name__} reads what peft's layers lack ({first_line(error)}): take "
+            "--train_last_blocks, or other --lora_target_modules"
+        ) from error
+    return adapted
 
 
 def read_convnet(folder: str | Path) -> ConvnetConfig | None:

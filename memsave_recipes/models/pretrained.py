@@ -217,7 +217,7 @@ def build_transformer(
         whole, in_slices = partial(_in_dtype, make, dtype), partial(deferred_init, make, dtype)
     build = whole if slices_on is None else partial(_in_slices, partial(in_slices, slices_on), whole)
     model = _naming_the_model(flags, build)
-    if not with_weights and _brings_adapters(flags):
+    if not with_weights and _freezes(flags):
         with unset_fake_temporarily():
             load = partial(_from_pretrained, auto_class, flags, dtype, False, config_changes, device_map=ON_META)
             mark_as_read(model, by=_naming_the_model(flags, load))
@@ -225,10 +225,11 @@ def build_transformer(
     return model
 
 
-def _brings_adapters(flags: TransformerArguments) -> bool:
-    """Tell whether new adapters go into a model whose files are here, so that it matters which weights these lack."""
+def _freezes(flags: TransformerArguments) -> bool:
+    """Tell whether a model whose files are here is frozen in part, so that it matters which weights these lack."""
     files = [Path(flags.base_name_or_path or "", name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
-    return bool(getattr(flags, "lora", False)) and any(file.is_file() for file in files)
+    asked = any(getattr(flags, name, None) for name in ("lora", "freeze_backbone", "train_last_blocks"))
+    return asked and any(file.is_file() for file in files)
 
 
 def build_text_classifier(

@@ -75,7 +75,9 @@ KINDS: dict[TaskName, tuple[Any, dict[str, Any]]] = {
     "text-classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
     "text-generation": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
 }
-OF_ADAPTERS: dict[str, TaskName] = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
+OF_ADAPTERS: dict[str | None, TaskName] = {
+    **{"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation", None: "image-classification"}
+}
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +151,7 @@ def save_image_classifier(
         image_std=list(std),
         **own,
     ).save_pretrained(folder)
+    _save_labels(folder, label_names, problem_type)
     if architecture is not None:
         of_labels = {"label_names": label_names, "problem_type": problem_type}
         config = ConvnetConfig(architecture=architecture, image_size=image_size, dtype=dtype, **of_labels)
@@ -200,6 +203,11 @@ def save_text_processor(
     """
     tokenizer("", truncation=True, max_length=max_length)  # a fast tokenizer saves the length that it cut to last
     save_tokenizer(folder, tokenizer=tokenizer, samples=samples)
+    _save_labels(folder, label_names, problem_type)
+
+
+def _save_labels(folder: Path, label_names: Sequence[str], problem_type: ProblemType) -> None:
+    """Write the classes of adapters, and what labels are: beside adapters there is no ``config.json``."""
     if is_adapter(folder):
         content = {**dict(enumerate(label_names)), "problem_type": problem_type}
         (folder / LABELS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -306,11 +314,11 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
 
 
 def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
-    base, kind = base_of_adapter(path), str(adapter_config(path).get("task_type"))
+    base, kind = base_of_adapter(path), adapter_config(path).get("task_type")
     if kind not in OF_ADAPTERS:
-        raise InputError(f"{path} holds adapters for {kind}: take some for {' or '.join(OF_ADAPTERS)}")
+        raise InputError(f"{path} holds adapters for {kind}: take some for {', '.join(OF_ADAPTERS.values())}")
     task, options = OF_ADAPTERS[kind], {"trust_remote_code": trust_remote_code}
-    names = read_labels(path) if task == "text-classification" else {}
+    names = {} if task == "text-generation" else read_labels(path)
     ask_hub_for(base)
     check_files(base)
     try:
@@ -319,13 +327,16 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
         model = KINDS[task][0].from_pretrained(base, config=config, use_safetensors=True, **ignored, **options)
     except LOADING_ERRORS as error:
         raise missing_base(path, base, error) from error
-    tokenizer = _tokenizer(path if (path / TOKENIZER_CONFIG).is_file() else base, trust_remote_code)
-    of_text = config.get_text_config()
-    if of_text.pad_token_id is None:
-        of_text.pad_token_id = tokenizer.pad_token_id
+    if task == "image-classification":
+        processor = _image_processor(path, trust_remote_code)
+    else:
+        processor = _tokenizer(path if (path / TOKENIZER_CONFIG).is_file() else base, trust_remote_code)
+        of_text = config.get_text_config()
+        if of_text.pad_token_id is None:
+            of_text.pad_token_id = processor.pad_token_id
     adapted = load_adapters(model, path, task_type=kind, source=str(path)).eval()
     labels = {"label_names": tuple(names.values()), "problem_type": read_problem(path)}
-    return SavedModel(model=adapted, task=task, processor=tokenizer, **labels)
+    return SavedModel(model=adapted, task=task, processor=processor, **labels)
 
 
 def _task_of(config: Any) -> TaskName | None:

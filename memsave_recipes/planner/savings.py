@@ -166,9 +166,13 @@ def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
             yield Saving(flags=f"--optimizer {other}", state_bytes=freed, curve="another optimizer's")
 
 
+WITHOUT_ADAPTERS = ("model", "freeze_backbone", "train_last_blocks")
+"""Flags beside which there is no ``--lora``."""
+
+
 def _adapters(setup: Setup) -> Iterator[Saving]:
     """Free gradients and state of frozen weights, and add the adapters of all linear layers with theirs."""
-    if setup.flags.get("lora") is False:
+    if setup.flags.get("lora") is False and not any(map(setup.flags.get, WITHOUT_ADAPTERS)):
         added = adapters_on_meta(setup.model, setup.flags["lora_rank"])
         yield Saving(
             flags="--lora",

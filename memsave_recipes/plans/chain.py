@@ -87,6 +87,7 @@ class BlockCosts:
         stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
         forward_s, backward_s: seconds of its forward and its backward when kept.
         until_saved_bytes: ``None`` for all of its forward.
+        has_backward: ``False`` where nothing trains in it or before it: it saves nothing, and never runs again.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
@@ -107,6 +108,7 @@ class BlockCosts:
     until_saved_bytes: int | None = None
     untracked_bytes: int = 0
     variables_bytes: int = 0
+    has_backward: bool = True
     options: tuple[BlockOption, ...]
 
     def __post_init__(self) -> None:

@@ -128,6 +128,7 @@ def _single_block(sizes: _Sizes, position: int, option: BlockOption, extra_args_
     holds_input = option.saves_input or (option.saves_output and block.passes_input)
     held = option.saved_bytes + (output if option.saves_output else 0)
     backward = held + gradient + option.backward_transient_bytes + sizes.gradients[position]
+    backward *= block.has_backward
     forward = extra_args_bytes + option.forward_transient_bytes
     return Edge(
         stop=position + 1,
@@ -149,7 +150,7 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
         nested: whether the second run keeps the inputs of the blocks alone, which then recompute one by one.
     """
     edges: list[Edge] = []
-    stack = sizes.blocks[start].stack
+    stack = sizes.blocks[start].stack if sizes.blocks[start].has_backward else None
     passed = sizes.states[start]  # bytes of the span's input in the state behind it
     rebuilt = EMPTY  # by the second run, besides the span's input
     second_run = backward = 0

@@ -8,7 +8,8 @@ NOTE [ the memory of one forward and backward ]
    output, its untracked bytes and ``span_bytes`` more are live then. The input of the span stays until its end.
    In the second run of a ``RECOMPUTE_NESTED`` span each block but the last, which is not reached, runs and holds its
    input; then each recomputes by itself, as its option says.
-3. The saved tensors of a block are freed with its backward; the gradients of its parameters stay. At last the
+3. Blocks before the first that trains have no backward. A span that recomputes begins behind them.
+4. The saved tensors of a block are freed with its backward; the gradients of its parameters stay. At last the
    optimizer's update runs with all gradients live.
 
 NOTE [ the memory of the host ]
@@ -23,6 +24,7 @@ saves and the next one does not.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from memsave_recipes.plans.chain import BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span, plan_for
@@ -156,6 +158,10 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
         if span.action.kind.is_joint:
             if len({chain.blocks[position].stack for position in positions}) > 1:
                 raise ValueError(f"the span {span.start}..{span.stop} of the plan leaves its stack")
+            kept = [*takewhile(lambda position: not chain.blocks[position].has_backward, positions)]
+            spans += [Span(start=position, stop=position + 1, action=Action.KEEP) for position in kept]
+            if not (positions := positions[len(kept) :]):
+                continue
             spans.append(Span(start=positions[0], stop=positions[-1] + 1, action=span.action))
         else:
             spans += [Span(start=position, stop=position + 1, action=span.action) for position in positions]
@@ -204,7 +210,8 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
             held = held | _saved(chain, span.start, option, states)
     gradients_bytes = 0
     for span, held in zip(reversed(spans), reversed(held_before), strict=True):
-        yield from _backward(chain, span, held, gradients_bytes, states)
+        if chain.blocks[span.start].has_backward:
+            yield from _backward(chain, span, held, gradients_bytes, states)
         gradients_bytes += chain.new_gradients_bytes(*chain.blocks[span.start : span.stop])
     made_bytes = 0 if chain.gradients_resident else gradients_bytes
     yield _point(chain, "optimizer", None, {}, made_bytes, {}, chain.optimizer_bytes)

@@ -207,6 +207,7 @@ def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | No
         passes_input=bool(part.outputs.keys() & part.inputs.keys()),
         gradient_bytes=part.gradient_bytes,
         tied_gradient_bytes=part.tied_gradient_bytes,
+        has_backward=part.backward is not None,
         options=(option,),
     )
 
