@@ -25,6 +25,7 @@ from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
     TransformerArguments,
+    adapter_config,
     build_transformer,
     image_processor_config,
 )
@@ -63,6 +64,8 @@ class ImageModelArguments(TransformerArguments):
         is_ours = self.model is not None or self.saved_convnet is not None
         if is_ours and (self.dropout is not None or self.attn_implementation is not None):
             raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
+        if self.adapter is not None and adapter_config(self.adapter).get("task_type") is not None:
+            raise InputError(f"--model_name_or_path {self.adapter} holds adapters of a language model: take another")
         if is_ours and getattr(self, "lora", False):
             raise InputError("--lora adapts models of transformers: leave it out, or take --freeze_backbone")
         if getattr(self, "load_in_4bit", False):

@@ -207,7 +207,6 @@ def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | No
         passes_input=bool(part.outputs.keys() & part.inputs.keys()),
         gradient_bytes=part.gradient_bytes,
         tied_gradient_bytes=part.tied_gradient_bytes,
-        has_backward=part.backward is not None,
         options=(option,),
     )
 
@@ -324,6 +323,7 @@ def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
                 untracked_bytes=max(0, untracked_bytes),
                 variables_bytes=max(0, trace.memory[start].live_bytes - up),
                 until_saved_bytes=max(0, part.until_saved_bytes - up),
+                has_backward=backward is not None,
                 options=(option,),
             )
         )

@@ -40,6 +40,7 @@ FIRST = (
 SELDOM = {
     *("gradient_checkpointing", "sync_batchnorm", "batchnorm", "reduce_gradients", "full_determinism"),
     *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "lora_dropout", "data_changed_ok"),
+    *("lora_modules_to_save", "use_rslora", "use_dora"),
     *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum", "train_on_prompt"),
     *("label_smoothing_factor", "class_weights", "problem_type"),
     *("mix_weights", "text_pair_column", "nested_classes", "skip_broken_images", "validation_fraction"),

@@ -247,7 +247,7 @@ def test_two_ranks(run_on_ranks):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({}, "--stream_frozen host: without adapters no weights are frozen: pass --lora"),
+        ({}, "--stream_frozen host: no weights are frozen: pass --lora"),
         ({"lora": True, "lora_merge": True}, "--lora_merge adds to weights on the device"),
     ],
 )

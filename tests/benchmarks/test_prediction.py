@@ -21,6 +21,53 @@ print(json.dumps([row.error_pct for row in rows]))
 """
 
 
+FROZEN = """
+import json, sys
+import prediction
+from prediction_cases import Case
+case = Case(optimizer="adamw", precision="no", micro_batch_size=4, draw=5, **json.loads(sys.argv[1]))
+print(json.dumps([prediction.row_of(case, "cpu").error_pct]))
+"""
+LAYERS = "hidden_size=64,num_hidden_layers=4,num_attention_heads=2,intermediate_size=128"
+SHAPES = {
+    "VGG": "--model vgg_small_bn --image_size 64 --augmentation none",
+    "ResNet": "--model_type resnet --image_size 64 --augmentation none",
+    "ViT": f"--model_type vit --image_size 64 --augmentation none --config_overrides {LAYERS},patch_size=8",
+    "BERT": f"--model_type bert --max_length 64 --vocab_size 512 --config_overrides {LAYERS}",
+}
+FREEZE, LAST, LORA = "--freeze_backbone", "--train_last_blocks 3", "--lora"
+FROZEN_CASES = [
+    ("VGG", FREEZE, "full"),
+    *(("VGG", LAST, strategy) for strategy in ("none", "segments:2", "budget")),
+    ("ResNet", FREEZE, "none"),
+    *(("ResNet", LAST, strategy) for strategy in ("full", "segments:2")),
+    *(("ResNet", LORA, strategy) for strategy in ("none", "budget")),
+    ("ViT", FREEZE, "segments:2"),
+    *(("ViT", LAST, strategy) for strategy in ("none", "segments:2")),
+    *(("ViT", LORA, strategy) for strategy in ("full", "budget")),
+    ("ViT", f"{LORA} --use_dora", "segments:2"),
+    ("BERT", FREEZE, "full"),
+    *(("BERT", LAST, strategy) for strategy in ("segments:2", "budget")),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "trains", "strategy"),
+    [
+        pytest.param(*case, marks=[] if case == ("VGG", LAST, "segments:2") else pytest.mark.slow)
+        for case in FROZEN_CASES
+    ],
+)
+def test_where_a_part_is_frozen_no_prediction_is_too_low(model, trains, strategy):
+    recipe = "text_classification" if model == "BERT" else "image_classification"
+    case = {"model": model, "recipe": recipe, "flags": f"{SHAPES[model]} {trains}", "strategy": strategy}
+    ran = subprocess.run(
+        [sys.executable, "-c", FROZEN, json.dumps(case)], cwd=BENCHMARKS, capture_output=True, text=True, check=True
+    )
+    (error,) = json.loads(ran.stdout.splitlines()[-1])
+    assert 0 <= error <= MOST_PCT
+
+
 def errors_pct(first, last):
     """Of the cases from ``first`` to before ``last``, in a process of their own, as the benchmark is one.
 

@@ -266,8 +266,8 @@ def test_adapters_for_another_task_are_refused(refuse, tmp_path, labelled):
     assert "--lora_alpha 5: the adapters of" in line
 
 
-def test_adapters_are_no_image_classifier(refuse, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+def test_adapters_of_text_are_no_image_classifier(refuse, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": "SEQ_CLS"}))
     assert "holds adapters of a language model" in refuse("--model_name_or_path", str(tmp_path))
 
 

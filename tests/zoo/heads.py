@@ -4,14 +4,16 @@
 
 A base without a head is saved, loaded as a classifier, and all that trains is changed a little: of texts the adapters
 of ``--lora`` and what is new, of images everything. Its logits are those of the files that it saves, loaded under
-another seed: by the recipes and by peft alone, of images by transformers alone. Rows are added to
-``docs/results/zoo_heads.jsonl`` as they come, and are not found again while they are there. The exit code is 1 where
-something is lost.
+another seed: by the recipes and by peft alone, of images by transformers alone. With ``--flags lora`` images train
+adapters, too; with ``--flags freeze_backbone`` both families train the head alone, and transformers opens the files.
+Rows are added to ``docs/results/zoo_heads.jsonl`` as they come, and are not found again while they are there. The exit
+code is 1 where something is lost.
 """
 
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 from transformers import AutoModel
 from zoo.architectures import Architecture
@@ -30,11 +33,12 @@ from zoo.steps import IDENTICAL
 from zoo.tiny import tiny_config
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.adapters import LoraArguments, add_lora, load_adapters
+from memsave_recipes.models.adapters import ClassifierTrainingArguments, LoraArguments, load_adapters, train_part
 
 ROWS = Path("docs/results/zoo_heads.jsonl")
 CLASSIFIER = "SEQ_CLS"
 LORA = LoraArguments(lora=True, lora_rank=2)
+FREEZE = ClassifierTrainingArguments(freeze_backbone=True)
 LOST = ("wrong", "crash")
 ROUNDING = 1e-7
 """On some processors sums of some models round otherwise from one copy of the model to the next."""
@@ -64,6 +68,8 @@ def changed(model: Any) -> Any:
     for parameter in model.train().parameters():  # LeViT forgets here what it remembers of its weights in evaluation
         if parameter.requires_grad:
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=random)
+    for norm in (one for one in model.modules() if isinstance(one, _BatchNorm) and one.training):
+        norm.running_mean += 0.02  # as training moves it
     return model
 
 
@@ -74,8 +80,14 @@ def logits(model: nn.Module, kind: str, auto_class: str = CLASSIFICATION) -> Ten
     return model.eval()(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
 
-def row_of(model: Architecture) -> str:
-    """``identical``, ``within ROUNDING``, ``refused: ...``, ``wrong: ...``, or why the type is not built."""
+def row_of(model: Architecture, flags: str | None = None) -> str:
+    """``identical``, ``within ROUNDING``, ``refused: ...``, ``wrong: ...``, or why the type is not built.
+
+    Args:
+        flags: ``lora`` or ``freeze_backbone``; by default what the row of its family in the page is about.
+    """
+    of_text = model.auto_class == CLASSIFICATION
+    asked = {"lora": LORA, "freeze_backbone": FREEZE, None: LORA if of_text else LoraArguments()}[flags]
     kind, auto_class = model.model_type, model.auto_class
     with TemporaryDirectory() as folder:
         base, final = Path(folder, "base"), Path(folder, "final")
@@ -86,9 +98,10 @@ def row_of(model: Architecture) -> str:
         except Exception as error:
             return shortened(f"not built: {type(error).__name__}: {error}")
         try:
-            trained = changed(add_lora(new, LORA, task_type=CLASSIFIER) if auto_class == CLASSIFICATION else new)
+            trained = changed(train_part(new, asked, task_type=CLASSIFIER if of_text else None))
             trained.save_pretrained(final)
-            found = [logits(one, kind, auto_class) for one in (trained, *_opened(base, final, auto_class))]
+            opened = _opened(base, final, auto_class) if asked.lora else [load(final, 2, auto_class=auto_class)]
+            found = [logits(one, kind, auto_class) for one in (trained, *opened)]
         except InputError as refusal:
             return shortened(f"refused: {refusal}")
         except Exception as error:
@@ -98,11 +111,11 @@ def row_of(model: Architecture) -> str:
 
 
 def _opened(base: Path, final: Path, auto_class: str) -> list[nn.Module]:
-    """What was saved, each time under another seed."""
-    if auto_class == IMAGES:
-        return [load(final, 2, auto_class=auto_class)]
-    by_recipes = load_adapters(load(base, 2), final, task_type=CLASSIFIER, source="final")
-    by_peft = PeftModel.from_pretrained(load(base, 3), str(final), is_trainable=True)  # frozen ones round otherwise
+    """Adapters that were saved, each time under another seed."""
+    task_type = CLASSIFIER if auto_class == CLASSIFICATION else None
+    by_recipes = load_adapters(load(base, 2, auto_class=auto_class), final, task_type=task_type, source="final")
+    other = load(base, 3, auto_class=auto_class)
+    by_peft = PeftModel.from_pretrained(other, str(final), is_trainable=True)  # frozen ones round otherwise
     return [by_recipes, by_peft]
 
 
@@ -117,16 +130,22 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("zoo.heads")
     parser.add_argument("names", nargs="*", help="families, or FAMILY:TYPE; both of classifiers without one")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--flags", choices=("lora", "freeze_backbone"), help="what trains; such rows are only printed")
     options = parser.parse_args(arguments)
     found = {family: types for family, types in families().items() if family in (CLASSIFICATION, IMAGES)}
     named = {(f, t): one for f, types in found.items() for t, one in types.items() if is_named(options.names, f, t)}
-    left = {name: model for name, model in named.items() if name not in rows_so_far()}
+    left = {name: model for name, model in named.items() if options.flags or name not in rows_so_far()}
     import_in_advance()
     transformers.logging.disable_progress_bar()
-    for name, row in tqdm(rows_of(left, options.processes, row_of), total=len(left), delay=5, disable=None):
+    make_row, lost = partial(row_of, flags=options.flags), {}
+    for name, row in tqdm(rows_of(left, options.processes, make_row), total=len(left), delay=5, disable=None):
+        if options.flags:
+            print(*name, row, flush=True)
+            lost |= {name: row} if row.startswith(LOST) else {}
+            continue
         with ROWS.open("a", encoding="utf-8") as file:
             file.write(json.dumps([*name, row]) + "\n")
-    lost = {name: row for name, row in rows_so_far().items() if row.startswith(LOST)}
+    lost = lost if options.flags else {name: row for name, row in rows_so_far().items() if row.startswith(LOST)}
     for (family, kind), row in lost.items():
         print(f"{family}:{kind}: {row}")
     return 1 if lost else 0

@@ -1,0 +1,261 @@
+"""What trains: the head, the last blocks, adapters of images; BatchNorm that is frozen; plans of what is frozen."""
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    OPTConfig,
+    ResNetConfig,
+    ViTConfig,
+)
+from workloads import workload_of
+from zoo.batches import IMAGES
+from zoo.heads import base_without_head, changed, load, logits
+
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.errors import InputError
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
+from memsave_recipes.models.adapters import (
+    ClassifierTrainingArguments,
+    LoraArguments,
+    check_merging,
+    load_adapters,
+    merged,
+    train_part,
+)
+from memsave_recipes.models.image_classifiers import MODELS, train_part_of_images
+from memsave_recipes.plans import Action, plan_for
+from memsave_recipes.plans.simulate import simulate, timeline
+from memsave_recipes.profiling.block_costs import measure
+from memsave_recipes.profiling.trace_events import DeviceInstruments
+
+LAYERS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def vit():
+    return AutoModelForImageClassification.from_config(ViTConfig(image_size=16, patch_size=8, num_labels=3, **LAYERS))
+
+
+def resnet():
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
+    return AutoModelForImageClassification.from_config(ResNetConfig(num_labels=3, **shape))
+
+
+def bert():
+    return AutoModelForSequenceClassification.from_config(BertConfig(vocab_size=32, num_labels=3, **LAYERS))
+
+
+def freeze(model, task_type=None, **flags):
+    train_part(model.train(), ClassifierTrainingArguments(**flags), task_type=task_type)
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("make", "head"),
+    [(vit, {"classifier"}), (resnet, {"classifier.1"}), (bert, {"classifier"})],
+)
+def test_of_a_frozen_backbone_the_head_alone_trains(make, head):
+    trained = freeze(make(), freeze_backbone=True)
+    assert {name.rpartition(".")[0] for name in trained} == head
+
+
+def test_of_our_networks_all_linear_layers_train():
+    assert {name.partition(".")[0] for name in freeze(MODELS["vgg_small"](num_classes=3), freeze_backbone=True)} == {
+        "classifier"
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "behind"),
+    [
+        (OPTConfig(vocab_size=32, word_embed_proj_dim=16, ffn_dim=24, **LAYERS), {"model.decoder.final_layer_norm"}),
+        (GPTNeoXConfig(vocab_size=32, **LAYERS), {"gpt_neox.final_layer_norm", "embed_out"}),
+        (GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2), {"transformer.ln_f"}),
+    ],
+    ids=["final norm before the layers", "a head of its own", "a tied head"],
+)
+def test_of_the_last_blocks_what_is_behind_them_trains_too(config, behind):
+    model = AutoModelForCausalLM.from_config(config).train()
+    train_part(model, LoraArguments(train_last_blocks=2), task_type="CAUSAL_LM")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    of_blocks = {name for name in trained if ".1." in name or ".2." in name}
+    assert of_blocks == {name for name, _ in model.named_parameters() if ".1." in name or ".2." in name}
+    assert {name.rpartition(".")[0] for name in trained - of_blocks} == behind
+
+
+def test_blocks_without_weights_are_not_counted():
+    model = MODELS["vgg_small"](num_classes=3)
+    trained = freeze(model, train_last_blocks=1)
+    last = [name for name, one in model.features.named_children() if isinstance(one, nn.Conv2d)][-1]
+    assert {name for name in trained if name.startswith("features")} == {
+        f"features.{last}.weight",
+        f"features.{last}.bias",
+    }
+
+
+def test_what_the_files_did_not_hold_trains_with_the_head(tmp_path):
+    base_without_head("bert", tmp_path)
+    model = load(tmp_path, seed=1)
+    model.bert.pooler.dense.weight._is_hf_initialized = False  # as where the files hold none
+    assert "bert.pooler.dense.weight" in freeze(model, freeze_backbone=True)
+
+
+def test_more_blocks_than_there_are():
+    with pytest.raises(InputError, match="--train_last_blocks 4: ViTForImageClassification has 3 blocks"):
+        freeze(vit(), train_last_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"train_last_blocks": 0}, "--train_last_blocks 0"),
+        ({"train_last_blocks": 1, "lora": True}, "--train_last_blocks trains weights"),
+        ({"freeze_backbone": True, "lora": True}, "--freeze_backbone trains weights"),
+        ({"freeze_backbone": True, "train_last_blocks": 1}, "leave one of them out"),
+        ({"use_dora": True}, "--use_dora is about adapters"),
+        ({"lora_modules_to_save": ["pooler"]}, "--lora_modules_to_save is about adapters"),
+    ],
+)
+def test_contradictions(flags, message):
+    with pytest.raises(InputError, match=message):
+        ClassifierTrainingArguments(**flags)
+
+
+@pytest.mark.parametrize("flags", [{"freeze_backbone": True}, {"lora": True, "lora_rank": 2}])
+def test_statistics_of_frozen_batchnorm_do_not_move(flags):
+    model = resnet()
+    freeze(model, **flags)
+    model.eval()
+    model.train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    images = 3 + torch.randn(4, 3, 32, 32)
+    in_training = model(images).logits
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    torch.testing.assert_close(in_training, model.eval()(images).logits)
+    with pytest.raises(InputError, match="no BatchNorm layers that train"):
+        global_batchnorm(model.train())
+
+
+def test_statistics_of_blocks_that_train_move():
+    model = resnet()
+    freeze(model, train_last_blocks=1)
+    moved = {name.rpartition(".")[0] for name, one in model.named_buffers() if "mean" in name}
+    before = {name: model.get_submodule(name).running_mean.clone() for name in moved}
+    model(3 + torch.randn(4, 3, 32, 32))
+    found = {name for name in moved if not torch.equal(model.get_submodule(name).running_mean, before[name])}
+    assert found == {name for name in moved if name.startswith("resnet.encoder.stages.1.layers.1.")}
+
+
+@pytest.mark.parametrize(("make", "kind"), [(vit, "Linear"), (resnet, "Conv2d")])
+def test_adapters_of_images(make, kind):
+    model = make()
+    freeze(model, lora=True, lora_rank=2)
+    adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert {type(module).__name__ for module in adapted} == {kind}
+    assert not any("lora" in name for name, _ in model.classifier.named_modules())
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet", "levit"])
+@pytest.mark.parametrize("more", [{}, {"use_dora": True, "use_rslora": True}], ids=["plain", "DoRA"])
+def test_adapters_of_images_come_back_and_are_merged(kind, more, tmp_path):
+    base_without_head(kind, tmp_path / "base", IMAGES)
+    model = load(tmp_path / "base", 1, auto_class=IMAGES)
+    adapted = changed(train_part(model, LoraArguments(lora=True, lora_rank=2, **more), task_type=None))
+    adapted.save_pretrained(tmp_path / "final")
+    expected = logits(adapted, kind, IMAGES)
+    base = load(tmp_path / "base", 2, auto_class=IMAGES)
+    again = load_adapters(base, tmp_path / "final", task_type=None, source="final")
+    other = load(tmp_path / "base", 3, auto_class=IMAGES)
+    by_peft = PeftModel.from_pretrained(other, tmp_path / "final", is_trainable=True)
+    for one in (again, by_peft):
+        torch.testing.assert_close(logits(one, kind, IMAGES), expected, rtol=0, atol=1e-7)
+    check_merging(model, lambda: logits(adapted, kind, IMAGES))
+    merged(adapted).save_pretrained(tmp_path / "merged")
+    whole = load(tmp_path / "merged", 4, auto_class=IMAGES)
+    torch.testing.assert_close(logits(whole, kind, IMAGES), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_modules_to_save():
+    assert "vit.layernorm.modules_to_save.default.weight" in freeze(
+        vit(), lora=True, lora_modules_to_save=["layernorm"]
+    )
+    with pytest.raises(InputError, match="--lora_modules_to_save norms: no module"):
+        freeze(vit(), lora=True, lora_modules_to_save=["norms"])
+    tied = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(InputError, match="--lora_modules_to_save wte: another module has its weight"):
+        freeze(tied, "CAUSAL_LM", lora=True, lora_modules_to_save=["wte"])
+
+
+def test_a_model_that_reads_what_adapters_lack_is_refused():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.Sequential(nn.Conv2d(3, 4, 3))
+            self.classifier = nn.Linear(4, 2)
+
+        def forward(self, images):
+            stride = self.features[0].stride[0]
+            return self.classifier(self.features(images)[:, :, ::stride].mean((2, 3)))
+
+    with pytest.raises(InputError, match="--lora: Reads reads what peft's layers lack"):
+        train_part_of_images(Reads(), ClassifierTrainingArguments(lora=True), 8)
+
+
+def runs_of(model, strategy, batch):
+    """How often each convolution or layer runs in a step under a plan."""
+    counts = {}
+
+    def count(name):
+        return lambda *_: counts.update({name: counts.get(name, 0) + 1})
+
+    named = {name: one for name, one in model.named_modules() if isinstance(one, nn.Conv2d)}
+    hooks = [one.register_forward_hook(count(name)) for name, one in named.items()]
+    with apply_plan(model, plan_blocks(model, strategy)):
+        model(batch).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return [counts[name] for name in named]
+
+
+@pytest.mark.parametrize("strategy", ["full", "segments:1", "nested:1"])
+def test_frozen_blocks_are_not_run_again(strategy):
+    model = MODELS["vgg_small"](num_classes=3)
+    freeze(model, train_last_blocks=2)
+    *frozen, _, _ = runs_of(model, strategy, torch.randn(2, 3, 32, 32))
+    assert set(frozen) == {1}
+
+
+def test_layers_that_the_model_calls_are_not_run_again_where_they_are_frozen():
+    model = vit()
+    freeze(model, train_last_blocks=1)
+    runs = []
+    for number, layer in enumerate(model.vit.layers):
+        layer.layernorm_before.register_forward_hook(lambda *_, number=number: runs.append(number))
+    with apply_plan(model, plan_blocks(model, "segments:1")):
+        model(torch.randn(2, 3, 16, 16)).logits.sum().backward()
+    assert runs == [0, 1, 2, 2]
+
+
+def test_a_span_over_frozen_blocks_costs_what_those_behind_them_cost():
+    """By hand: of the second run the blocks that train alone; of the first one nothing is saved."""
+    model = MODELS["vgg_small"](num_classes=3)
+    freeze(model, train_last_blocks=2)
+    workload = workload_of(model, lambda model, batch: model(batch).sum(), torch.randn(2, 3, 32, 32))
+    plans = [plan_for("none", workload.stacks)]
+    chain = measure(workload, plans, instruments=DeviceInstruments(torch.device("cpu"), repetitions=1)).chain()
+    blocks = [chain.blocks[position] for position in chain.decided]
+    num_frozen = sum(not block.has_backward for block in blocks)
+    assert 0 < num_frozen < len(blocks)
+    keeps = [block.option(Action.KEEP) for block in blocks]
+    assert all(keep.saved_bytes == 0 and not keep.saves_input for keep in keeps[:num_frozen])
+    plan = plan_for("segments:1", workload.stacks)
+    assert simulate(chain, plan).added_s == pytest.approx(sum(block.forward_s for block in blocks[num_frozen:]))
+    behind = {point.block for point in timeline(chain, plan) if point.phase in ("backward", "recomputation")}
+    assert not behind & {block.name for block in blocks[:num_frozen]}
