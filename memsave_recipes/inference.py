@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from memsave_recipes.data.text.chat_template import render_prompt
+from memsave_recipes.data.text.conversations import Conversation, is_conversation, read_conversation
 from memsave_recipes.data.vision.decoding import MAX_GREY_BITS, decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.losses import MULTI, REGRESSION
@@ -29,7 +31,6 @@ with packages_of("vision", "images"):
     from PIL import Image
 
 TABLES = (".txt", ".jsonl")
-MESSAGES = "messages"  # of a conversation, in a .jsonl
 TEMPLATE_S = 20  # for the prompts of a batch, since a template may have loops that never end
 
 
@@ -75,7 +76,7 @@ def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments
     """
     read: Callable[..., Iterator[Any]] = _images_of if saved.task == "image-classification" else _texts_of
     inputs = [found for word in words for found in read(word, flags)]
-    if any(isinstance(found, list) for found in inputs) and not _has_template(saved):
+    if any(isinstance(found, dict) for found in inputs) and not _has_template(saved):
         raise InputError("the rows are conversations, and the model has no chat template: name a --text_column")
     return inputs
 
@@ -131,10 +132,8 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
     except ValueError as error:
         raise InputError(f"{row} is no JSON ({error}): a .jsonl has an object a line") from error
     found = content if isinstance(content, dict) else {}
-    if isinstance(found.get(MESSAGES), list) and flags.text_column not in found:
-        if not found[MESSAGES] or not all(isinstance(one, dict) for one in found[MESSAGES]):
-            raise InputError(f'{row} is no conversation: give "messages" with objects of role and content')
-        return found[MESSAGES]
+    if flags.text_column not in found and is_conversation(found):
+        return _without_reply(read_conversation(found, row), row)
     columns = [flags.text_column, *([flags.text_pair_column] if flags.text_pair_column else [])]
     for column in columns:
         if not isinstance(found.get(column), str):
@@ -143,9 +142,19 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
     return texts if len(texts) > 1 else texts[0]
 
 
+def _without_reply(chat: Conversation, row: str) -> Conversation:
+    """Leave out what the model is to write: the last turns of the assistant, as of rows that were trained on."""
+    messages = list(chat["messages"])
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{row} has nothing to reply to: give a message that is not the assistant's")
+    return {**chat, "messages": messages}
+
+
 def _name_of(value: Any) -> str:
-    if isinstance(value, list):
-        return str(value[-1].get("content"))
+    if isinstance(value, dict):
+        return str(value["messages"][-1]["content"])
     return " | ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -230,12 +239,16 @@ def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> A
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    chats = [value if isinstance(value, list) else [{"role": "user", "content": value}] for value in values]
-    if any(isinstance(value, list) for value in values) or (_has_template(saved) and flags.chat is not False):
+    if any(isinstance(value, dict) for value in values) or (_has_template(saved) and flags.chat is not False):
         with _time_limit(TEMPLATE_S, "the chat template"):
-            values = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+            values = [render_prompt(value, tokenizer) for value in map(_as_chat, values)]
         return tokenizer(values, padding=True, return_tensors="pt", add_special_tokens=False)
     return tokenizer(values, padding=True, return_tensors="pt")
+
+
+def _as_chat(value: Any) -> Conversation:
+    asked: Conversation = {"messages": [{"role": "user", "content": value}], "tools": None}
+    return value if isinstance(value, dict) else asked
 
 
 @contextmanager

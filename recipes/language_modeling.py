@@ -99,6 +99,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
             seed=args.seed,
             eval_only=args.eval_only,
         )
+    if args.show_labels and accelerator.is_main_process:
+        rows.show_labels()
     batches = run.global_batches(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 
     # Model with its loss, and optimizer

@@ -159,6 +159,27 @@ def test_conversations_need_a_chat_template(prompts, tmp_path, capsys):
         assert "has no chat template" in refusal_of(capsys, prompts, path)
 
 
+def test_conversations_come_in_the_formats_of_the_recipe(prompts, tmp_path, capsys):
+    if not (prompts / "chat_template.jinja").is_file():
+        pytest.skip("takes no conversations")
+    asked, reply = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+    rows = [
+        {"messages": [asked]},
+        {"messages": json.dumps([asked, reply])},  # what was trained on: the reply is predicted
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
+        {"prompt": [asked], "completion": [reply]},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, *others = rows_of(capsys, prompts, path, "--max_new_tokens", "5")
+    assert first["input"] == "one"
+    assert others == [first] * 3
+    path.write_text(json.dumps({"messages": [reply]}) + "\n")
+    assert "row 1 has nothing to reply to" in refusal_of(capsys, prompts, path)
+    path.write_text(json.dumps({"messages": [asked], "tools": [{"name": "f"}], "images": ["a.png"]}) + "\n")
+    assert "row 1 has images, and only texts are trained on" in refusal_of(capsys, prompts, path)
+
+
 def test_prompts_beyond_the_positions_of_the_model(prompts, capsys):
     line = refusal_of(capsys, prompts, "one " * 20, "--max_new_tokens", "20")
     assert "--max_new_tokens 20 after a prompt of" in line
@@ -203,8 +224,8 @@ def test_an_image_that_is_cut_off_is_named_and_nothing_is_printed(images, tmp_pa
         (["{torn}"], "torn.jsonl row 1 is no JSON"),
         (["{half}"], "half.jsonl row 1 is no JSON ('utf-8' codec can't encode character"),
         (["{pipe}"], "pipe.jsonl is no file"),
-        (["{numbers}"], "numbers.jsonl row 1 is no conversation"),
-        (["{nobody}"], "nobody.jsonl row 1 is no conversation"),
+        (["{numbers}"], "numbers.jsonl row 1 message 1 has the role None"),
+        (["{nobody}"], "nobody.jsonl row 1 has no messages"),
     ],
 )
 def test_mistakes_with_texts(texts, images, tmp_path, capsys, words, message):

@@ -3,7 +3,7 @@
 One module, so that DDP, autocast and activation plans see the whole forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -250,16 +250,17 @@ def _sees_later_tokens(model: PreTrainedModel) -> bool:
 def continue_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | list[dict[str, str]],
+    prompt: str | Mapping[str, Any],
     num_tokens: int = 60,
 ) -> str:
-    """Return ``prompt``, a text or messages, as the model continues it at temperature 0.8; or why it does not."""
+    """Return ``prompt``, a text or messages with tools, as the model continues it at temperature 0.8; or why not."""
     num_positions = getattr(model.config, "max_position_embeddings", None) or 0
     num_tokens = min(num_tokens, num_positions // 2) if num_positions > 0 else num_tokens
     if isinstance(prompt, str):
         tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
     else:
-        written = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        options = {"tools": prompt["tools"], "add_generation_prompt": True, "tokenize": False}
+        written = tokenizer.apply_chat_template(prompt["messages"], **options)
         tokens = tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
         tokens = tokens[:, -max(num_positions - num_tokens, 0) :]
     if attends_by_document(model):
@@ -282,4 +283,4 @@ def continue_text(
     if isinstance(prompt, str):
         return printable_lines(str(tokenizer.decode(continued[0])))
     reply = tokenizer.decode(continued[0, tokens.shape[1] :], skip_special_tokens=True)
-    return printable_lines(f"{prompt[-1]['content']}\nreply: {reply}")
+    return printable_lines(f"{prompt['messages'][-1]['content']}\nreply: {reply}")

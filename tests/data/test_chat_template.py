@@ -8,7 +8,14 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from memsave_recipes.data.text.chat_template import encode, end_of_turn, set_chat_template, tokenize_conversations
+from memsave_recipes.data.text.chat_template import (
+    encode,
+    end_of_turn,
+    render_prompt,
+    set_chat_template,
+    tokenize_conversations,
+)
+from memsave_recipes.data.text.conversations import as_row
 from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
 
@@ -92,6 +99,28 @@ PHI_3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- else %}{{- eos_token }}{%- endif %}"""
 
+# Tools before all turns, calls behind the content, and the reasoning of replies to the last question alone.
+WITH_TOOLS = """
+{%- for tool in tools or [] %}{{- tool | tojson + '\n' }}{%- endfor %}
+{%- set ns = namespace(last_question=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' %}{%- generation %}
+        {%- if message.reasoning_content and loop.index0 > ns.last_question %}
+            {{- '<think>' + message.reasoning_content + '</think>' }}
+        {%- endif %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
 TEMPLATES = {
     "ChatML": CHATML,
     "Llama-3": LLAMA_3,
@@ -99,13 +128,15 @@ TEMPLATES = {
     "Mistral": MISTRAL,
     "Gemma": GEMMA,
     "Phi-3": PHI_3,
+    "tools": WITH_TOOLS,
 }
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"),
     *("[INST]", "[/INST]", "</s>", "<start_of_turn>", "<end_of_turn>"),
     *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
 ]
-ENDS = dict(zip(TEMPLATES, ("<|im_end|>", "<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end|>"), strict=True))
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end|>", "<|im_end|>")
+ENDS = dict(zip(TEMPLATES, ENDS, strict=True))
 WORDS = ["yes", "no", "naïve", "🙂", "print(x)", "\n", "  ", "Größe", "one two", "\n\n", "?", "I am"]
 
 
@@ -123,6 +154,14 @@ def with_template(tokenizer, name, *, marked):
     return tokenizer
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def call(city, content="", **more):
+    function = {"name": "weather", "arguments": {"city": city}}
+    return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}], **more}
+
+
 def conversation(seed, name):
     draw = random.Random(seed)
 
@@ -133,7 +172,12 @@ def conversation(seed, name):
     for _ in range(draw.randint(1, 4)):
         messages += [{"role": "user", "content": content()}]
         reasoning = f"<think>\n{content()}\n</think>\n\n" if name == "Qwen3" and draw.random() < 0.3 else ""
+        if name == "tools" and draw.random() < 0.5:
+            more = {"reasoning_content": content()} if draw.random() < 0.5 else {}
+            messages += [call(content(), draw.choice(["", content()]), **more), {"role": "tool", "content": content()}]
         messages += [{"role": "assistant", "content": reasoning + content()}]
+        if name == "tools" and draw.random() < 0.3:
+            messages[-1]["reasoning_content"] = content()
     if draw.random() < 0.2:
         messages += [{"role": "user", "content": content()}]
     return messages
@@ -256,6 +300,73 @@ def test_results_of_tools_are_taken_where_the_template_writes_them(tokenizer):
         encode(messages, tokenizer)
 
 
+FORGETFUL = {  # a piece of the template, another in its place, and what it drops
+    "tools": ("tool | tojson + '\n'", "''", "tools"),
+    "calls": ("call.function.arguments | tojson", "''", "tool calls"),
+    "all calls but the first": ("message.tool_calls or []", "message.tool_calls[:1]", "tool calls"),
+    "results": ("{%- else %}{{- message.content +", "{%- else %}{{- ('' if message.role == 'tool' else 'a') +", "tool"),
+}
+
+
+@pytest.mark.parametrize(("words", "others", "dropped"), FORGETFUL.values(), ids=FORGETFUL)
+def test_a_template_that_drops_calls_is_refused_where_there_are_some(tokenizer, words, others, dropped):
+    assert words in WITH_TOOLS
+    tokenizer.chat_template = WITH_TOOLS.replace(words, others)
+    assert encode([QUESTION, REPLY], tokenizer)[1].any()
+    two_calls = call("Rome")
+    two_calls["tool_calls"] = two_calls["tool_calls"] * 2
+    with pytest.raises(InputError, match=f"^x: the chat template drops {dropped}.* without a word: take them out"):
+        encode([QUESTION, two_calls, {"role": "tool", "content": "7"}, REPLY], tokenizer, "x", TOOLS)
+
+
+def test_each_of_several_system_messages_has_to_be_written(tokenizer):
+    messages = [SYSTEM, {"role": "system", "content": "In verse."}, QUESTION, REPLY]
+    tokenizer.chat_template = CHATML
+    assert "In verse." in tokenizer.decode(encode(messages, tokenizer)[0])
+    tokenizer.chat_template = CHATML.replace("in messages %}", "in messages[:1] + messages[2:] %}")
+    with pytest.raises(InputError, match="drops system messages"):
+        encode(messages, tokenizer)
+
+
+ASKED_TWICE = [
+    QUESTION,
+    call("Köln", reasoning_content="hm"),
+    {"role": "tool", "content": "21"},
+    {**REPLY, "reasoning_content": "old"},
+    QUESTION,
+    call("Rome", "Wait.", reasoning_content="so"),
+    {"role": "tool", "content": "30"},
+    REPLY,
+]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_calls_and_the_reasoning_that_is_written_count(tokenizer, marked):
+    with_template(tokenizer, "tools", marked=marked)
+    tokens, counted = encode(ASKED_TWICE, tokenizer, tools=TOOLS)
+    assert tokenizer.decode(tokens[counted].tolist()) == (
+        '<tool_call>weather{"city": "Köln"}</tool_call><|im_end|>Nobody.<|im_end|>'
+        '<think>so</think>Wait.<tool_call>weather{"city": "Rome"}</tool_call><|im_end|>Nobody.<|im_end|>'
+    )
+    assert tokenizer.decode(tokens.tolist()).startswith('{"type": "function", "function": {"name": "weather"')
+
+
+def test_templates_get_reasoning_and_arguments_as_they_read_them(tokenizer):
+    changed = WITH_TOOLS.replace("reasoning_content", "thinking").replace("arguments | tojson", "arguments")
+    tokenizer.chat_template = changed
+    found = encode(ASKED_TWICE, tokenizer, tools=TOOLS)
+    with_template(tokenizer, "tools", marked=True)
+    expected = encode(ASKED_TWICE, tokenizer, tools=TOOLS)
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
+def test_a_prompt_has_the_tools(tokenizer):
+    tokenizer.chat_template = WITH_TOOLS
+    prompt = render_prompt({"messages": ASKED_TWICE[:3], "tools": TOOLS}, tokenizer)
+    assert prompt.startswith('{"type": "function"')
+    assert prompt.endswith("tool\n21<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_the_words_of_a_template_that_refuses_a_conversation(tokenizer):
     with_template(tokenizer, "Gemma", marked=False)
     with pytest.raises(InputError, match=r"^x row 3 is refused by the chat template \(System role not supported\)"):
@@ -332,7 +443,10 @@ def test_a_new_tokenizer_gets_chatml_with_tokens_of_its_own(tmp_path):
 
 
 def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer):
-    rows = datasets.Dataset.from_dict({"messages": [[QUESTION, REPLY], [QUESTION]], "place": ["x row 1", "x row 2"]})
+    chats = [[QUESTION, REPLY], [QUESTION]]
+    rows = datasets.Dataset.from_list(
+        [as_row({"messages": chat, "tools": None}, f"x row {number}") for number, chat in enumerate(chats, start=1)]
+    )
     with pytest.raises(InputError, match="x row 2: the chat template marks no token"):
         tokenize_conversations(rows, with_template(tokenizer, "ChatML", marked=False))
     rows = rows.select([0])
@@ -342,8 +456,17 @@ def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer):
     assert everything.num_bytes == len("Who?Nobody.")
     assert 0 < replies.num_tokens < everything.num_tokens == everything.lengths.sum()
     assert replies.piece_digests[0] != everything.piece_digests[0]
+    assert replies.num_dropped == 0
     assert replies.samples("training chats").name_of(0) == "conversation 1 of the training chats"
     assert (
         tokenize_conversations(rows, with_template(tokenizer, "Phi-3", marked=False)).piece_digests[0]
         != replies.piece_digests[0]
     )
+
+
+def test_reasoning_that_is_dropped_is_counted_and_not_learned(tokenizer):
+    rows = datasets.Dataset.from_list([as_row({"messages": ASKED_TWICE, "tools": TOOLS})] * 2)
+    tokens = tokenize_conversations(rows, with_template(tokenizer, "tools", marked=False))
+    assert tokens.num_dropped == 2 * 2
+    written = ["weather", '{"city": "Köln"}', "Nobody.", "so", "Wait.", "weather", '{"city": "Rome"}', "Nobody."]
+    assert tokens.num_bytes == 2 * sum(len(text.encode()) for text in written)

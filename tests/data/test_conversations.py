@@ -1,5 +1,6 @@
 """Conversations in the three usual formats become the same messages, and malformed ones are named by file and row."""
 
+import csv
 import json
 
 import datasets
@@ -25,6 +26,11 @@ def write(tmp_path):
                 path.write_text(json.dumps(rows))
             case ".parquet":
                 datasets.Dataset.from_list(rows).to_parquet(path)
+            case ".csv":
+                with open(path, "w", newline="") as file:
+                    writer = csv.DictWriter(file, rows[0])
+                    writer.writeheader()
+                    writer.writerows({key: json.dumps(value) for key, value in row.items()} for row in rows)
         return str(path)
 
     return write
@@ -32,6 +38,10 @@ def write(tmp_path):
 
 def load(path, validation=None):
     return load_conversations(TextArguments(train_file=[path], validation_file=[validation or path]))
+
+
+def messages_of(split):
+    return [json.loads(row)["messages"] for row in split["conversation"]]
 
 
 FORMATS = {
@@ -47,23 +57,23 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "array.json", "chats.parquet"])
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "array.json", "chats.parquet", "chats.csv"])
 @pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
 def test_formats_are_found_and_give_the_same_messages(write, row, name):
     path = write([row, row], name)
     assert names_conversations(TextArguments(train_file=[path]))
     chats = load(path)
-    assert chats.train["messages"][:] == chats.validation["messages"][:] == [[SYSTEM, USER, REPLY]] * 2
+    assert messages_of(chats.train) == messages_of(chats.validation) == [[SYSTEM, USER, REPLY]] * 2
     assert chats.train["place"][1].endswith(f"{name} row 2")
 
 
 def test_texts_as_prompt_and_completion_are_two_turns(write):
-    assert load(write([{"prompt": "Who?", "completion": "Nobody."}])).train["messages"][0] == [USER, REPLY]
+    assert messages_of(load(write([{"prompt": "Who?", "completion": "Nobody."}])).train)[0] == [USER, REPLY]
 
 
 def test_other_keys_do_not_matter_and_messages_come_before_a_prompt(write):
     path = write([{"prompt": "Who?", "messages": [{**USER, "name": None}, REPLY], "score": 1}])
-    assert load(path).train["messages"][0] == [USER, REPLY]
+    assert messages_of(load(path).train)[0] == [USER, REPLY]
 
 
 def test_a_row_with_text_is_a_document(write):
@@ -78,8 +88,8 @@ def test_a_twentieth_is_held_out_by_hash_and_copies_stay_on_one_side(write):
     rows = [{"prompt": f"{number % 40}?", "completion": "Nobody."} for number in range(80)]
     flags = TextArguments(train_file=[write(rows)])
     first, again = load_conversations(flags), load_conversations(flags)
-    assert again.validation["messages"][:] == first.validation["messages"][:]
-    train, held_out = ({messages[0]["content"] for messages in part["messages"]} for part in first[:2])
+    assert messages_of(again.validation) == messages_of(first.validation)
+    train, held_out = ({messages[0]["content"] for messages in messages_of(part)} for part in first[:2])
     assert len(first.train) + len(first.validation) == 80
     assert 4 <= len(first.validation) <= 6
     assert not train & held_out
@@ -110,13 +120,41 @@ BAD = {
         "row 2 is a preference .*MemsaveCallback",
     ),
     "empty content": (turns(USER, {"role": "assistant", "content": " \n"}), "row 2 message 2 is empty"),
-    "content in parts": (turns(USER, {"role": "assistant", "content": [{"text": "x"}]}), "message 2 has no text"),
-    "a late system message": (turns(USER, SYSTEM, REPLY), "row 2 message 2 is a system message"),
-    "two system messages": (turns(SYSTEM, SYSTEM, REPLY), "row 2 message 2 is a system message"),
-    "a tool call": (turns(USER, {"role": "assistant", "content": "", "tool_calls": [{}]}), "message 2 has tool_calls"),
-    "separate reasoning": (turns(USER, {**REPLY, "reasoning_content": "hm"}), "message 2 has reasoning_content"),
+    "null as content": (turns(USER, {"role": "assistant", "content": None}), "message 2 has no text as its content"),
+    "an image": (
+        turns({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}, REPLY),
+        "row 2 message 1 has a part of type 'image_url': only texts are trained on; remove the row",
+    ),
+    "a part without a type": (
+        turns(USER, {"role": "assistant", "content": ["x"]}),
+        "message 2 has a part of type None",
+    ),
+    "a part without a text": (turns(USER, {**REPLY, "content": [{"type": "text"}]}), "message 2 has no text"),
+    "images beside messages": ({**turns(USER, REPLY), "images": ["a.png"]}, "row 2 has images, and only texts"),
+    "a call without a name": (
+        turns(USER, {"role": "assistant", "tool_calls": [{}]}),
+        "message 2 has tool_calls without",
+    ),
+    "a call of a user": (turns({**USER, "tool_calls": [{"name": "x"}]}, REPLY), "message 1 has tool_calls, which only"),
+    "reasoning of a user": (turns({**USER, "thinking": "hm"}, REPLY), "message 1 has reasoning, which only"),
+    "reasoning in parts": (turns(USER, {**REPLY, "thinking": ["hm"]}), "message 2 has no text as its reasoning"),
+    "reasoning alone": (turns(USER, {"role": "assistant", "content": "", "thinking": "hm"}), "message 2 is empty"),
+    "arguments that are no object": (
+        turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}),
+        "message 2: the arguments of f are no JSON object",
+    ),
+    "arguments that are no JSON": (
+        turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}),
+        "message 2: arguments of f is text and no JSON",
+    ),
+    "messages that are no JSON": ({"messages": "Who?"}, "row 2: messages is text and no JSON"),
+    "the old way to call": (turns(USER, {**REPLY, "function_call": {"name": "x"}}), "message 2 has function_call"),
     "a turn that is not to be learned": (turns(USER, {**REPLY, "weight": 0}), "message 2 has weight"),
-    "tools": ({**turns(USER, REPLY), "tools": [{"name": "x"}]}, "row 2 has tools"),
+    "a tool without a name": ({**turns(USER, REPLY), "tools": [{"description": "x"}]}, "row 2 has tools without"),
+    "half a surrogate in a call": (
+        turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}),
+        "row 2 holds half of a surrogate pair",
+    ),
     "half a surrogate": (turns(USER, {"role": "assistant", "content": "\ud800"}), "half of a surrogate pair"),
 }
 
@@ -148,10 +186,111 @@ def test_the_validation_file_is_named_too(write, tmp_path):
     with pytest.raises(InputError, match=r"--validation_file .*bad.jsonl row 1 has no turn of the assistant"):
         load(good, bad)
     (tmp_path / "words.txt").write_text("words")
-    with pytest.raises(InputError, match=r"words.txt: conversations are read from .json, .jsonl, .parquet"):
+    with pytest.raises(InputError, match=r"words.txt: conversations are read from .csv, .json, .jsonl, .parquet"):
         load(good, str(tmp_path / "words.txt"))
     with pytest.raises(InputError, match=r"no.jsonl is not a file"):
         load(good, "no.jsonl")
+
+
+# Tools, calls and reasoning
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}},
+]
+CALLS = [
+    {"type": "function", "id": "1", "function": {"name": "weather", "arguments": {"city": "Köln"}}},
+    {"type": "function", "id": "2", "function": {"name": "now", "arguments": {}}},
+]
+RESULTS = [
+    {"role": "tool", "content": "21 °C", "name": "weather", "tool_call_id": "1"},
+    {"role": "tool", "content": "", "name": "now", "tool_call_id": "2"},
+]
+ASKED = [
+    SYSTEM,
+    {"role": "developer", "content": "Call tools."},
+    USER,
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": CALLS},
+    *RESULTS,
+    REPLY,
+]
+
+
+def with_arguments(change):
+    return [{**call, "function": {**call["function"], "arguments": change(call)}} for call in CALLS]
+
+
+def asked(calls=CALLS, **of_the_call):
+    message = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls, **of_the_call}
+    return [*ASKED[:3], message, *ASKED[4:]]
+
+
+NEW_FORMATS = {
+    "objects": {"messages": asked(), "tools": TOOLS},
+    "an empty text": {"messages": asked(content=""), "tools": TOOLS},
+    "texts in parts": {
+        "messages": [
+            *ASKED[:2],
+            {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]},
+            *ASKED[3:],
+        ],
+        "tools": TOOLS,
+    },
+    "JSON texts": {"messages": json.dumps(asked()), "tools": json.dumps(TOOLS)},
+    "JSON texts inside": {
+        "messages": asked(with_arguments(lambda call: json.dumps(call["function"]["arguments"]))),
+        "tools": [json.dumps(tool) for tool in TOOLS],
+    },
+    "without covers": {
+        "messages": asked([{"id": call["id"], "type": "function", "function": call["function"]} for call in CALLS]),
+        "tools": [tool["function"] for tool in TOOLS],
+    },
+    "thinking": {"messages": asked(reasoning_content=None, thinking="hm"), "tools": TOOLS},
+    "reasoning": {"messages": asked(reasoning_content="", reasoning="hm"), "tools": TOOLS},
+    "a prompt and its completion": {"prompt": ASKED[:3], "completion": ASKED[3:], "tools": TOOLS},
+}
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "chats.csv"])
+@pytest.mark.parametrize("row", NEW_FORMATS.values(), ids=NEW_FORMATS)
+def test_calls_are_the_same_however_they_are_written(write, row, name):
+    """A Parquet file gives each struct the keys of all: the other tool's parameters, the other call's arguments."""
+    path = write([row, row], name)
+    assert names_conversations(TextArguments(train_file=[path]))
+    found = json.loads(load(path).train["conversation"][0])
+    assert found == {"messages": ASKED, "tools": TOOLS}
+    assert list(found["tools"][0]["function"]) == ["name", "description", "parameters"]  # as templates write them
+
+
+def test_shared_gpt_has_calls_as_turns_of_their_own(write):
+    call = json.dumps({"name": "weather", "arguments": {"city": "Köln"}})
+    pairs = {"human": "Who?", "function_call": call, "observation": "21 °C", "gpt": "Nobody."}
+    turns = [{"from": role, "value": value} for role, value in pairs.items()]
+    found = json.loads(
+        load(write([{"conversations": turns, "tools": json.dumps([TOOLS[0]["function"]])}])).train["conversation"][0]
+    )
+    (without_id,) = ({key: value for key, value in call.items() if key != "id"} for call in CALLS[:1])
+    assert found["messages"] == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [without_id]},
+        {"role": "tool", "content": "21 °C"},
+        REPLY,
+    ]
+    assert found["tools"] == TOOLS[:1]
+
+
+def test_null_in_arguments_is_kept_in_json_texts_alone(write):
+    calls = [{"name": "f", "arguments": arguments} for arguments in ({"a": None, "b": [None]}, '{"a": null}')]
+    row = turns(USER, {"role": "assistant", "tool_calls": calls})
+    (chat,) = messages_of(load(write([row])).train)
+    assert [call["function"]["arguments"] for call in chat[1]["tool_calls"]] == [{"b": [None]}, {"a": None}]
+
+
+def test_tools_make_another_conversation(write):
+    plain, same, tools = ({"messages": [USER, REPLY], "tools": tools} for tools in (None, [], TOOLS))
+    digests = load(write([plain, same, tools])).train["digest"]
+    assert digests[0] == digests[1] != digests[2]
 
 
 # The toy set
@@ -175,7 +314,7 @@ def library(tmp_path, monkeypatch):
 def test_the_toy_set_asks_for_docstrings_and_holds_files_out():
     chats = load_conversations(TextArguments(dataset="docstring-chats"))
     assert "is a toy" in chats.notice
-    both = [*chats.train["messages"], *chats.validation["messages"]]
+    both = [*messages_of(chats.train), *messages_of(chats.validation)]
     assert len(both) == 65
     assert 0 < len(chats.validation) < 32
     by_question = {messages[0]["content"]: messages for messages in both}

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from memsave_recipes.data.text.chat_template import encode, end_of_turn, tokenize_conversations
+from memsave_recipes.data.text.conversations import as_row
 from memsave_recipes.errors import InputError
 
 trl = pytest.importorskip("trl")
@@ -52,6 +53,48 @@ CHATS = {
     "a thought alone": [user("uuu1"), reply("<think>\nttt1\n</think>\n\n"), user("uuu2"), reply("rrr2")],
     "a role as reply": [user("uuu1"), reply("assistant rrr1"), user("uuu2"), reply("user rrr2")],
 }
+
+
+def call(text="", cities=("ccc1",), **more):
+    """A turn of the assistant with a call for each city."""
+    calls = [
+        {"type": "function", "id": f"call0000{number}", "function": {"name": "weather", "arguments": {"city": city}}}
+        for number, city in enumerate(cities)
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": calls, **more}
+
+
+def thinks(text, reasoning):
+    return {"role": "assistant", "content": text, "reasoning_content": reasoning}
+
+
+RESULT = {"role": "tool", "name": "weather", "tool_call_id": "call00000", "content": "ooo"}
+SECOND = RESULT | {"tool_call_id": "call00001"}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "eee"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "ddd", "parameters": PARAMETERS}}]
+CALLS = {
+    "called": [user("uuu1"), call(), RESULT, reply("rrr1")],
+    "calls last": [user("uuu1"), call()],
+    "asked again": [user("uuu1"), call(), RESULT, reply("rrr1"), user("uuu2"), reply("rrr2")],
+    "called twice": [user("uuu1"), call(), RESULT, reply("rrr1"), user("uuu2"), call(), RESULT, reply("rrr2")],
+    "a text and a call": [user("uuu1"), call("rrr0"), RESULT, reply("rrr1"), user("uuu2"), reply("rrr2")],
+    "two calls": [user("uuu1"), call(cities=("ccc1", "ccc2")), RESULT, SECOND, reply("rrr1")],
+    "thinks": [user("uuu1"), call(reasoning_content="ttt1"), RESULT, thinks("rrr1", "ttt2")],
+    "thinks in steps": [
+        *(user("uuu1"), call(reasoning_content="ttt1"), RESULT, call(reasoning_content="ttt2"), RESULT, reply("rrr1")),
+        *(user("uuu2"), thinks("rrr2", "ttt3")),
+    ],
+    "a system message": [{"role": "system", "content": "sss"}, user("uuu1"), call(), RESULT, reply("rrr1")],
+}
+WITHOUT_TOOLS = {"called, without tools": CALLS["asked again"]}
+THOUGHTS = {
+    "thinks always": [user("uuu1"), thinks("rrr1", "ttt1"), user("uuu2"), thinks("rrr2", "ttt2")],
+    "thinks first": [user("uuu1"), thinks("rrr1", "ttt1"), user("uuu2"), reply("rrr2")],
+    "thinks last": [user("uuu1"), reply("rrr1"), user("uuu2"), thinks("rrr2", "ttt2")],
+}
+TAKES_CALLS = ("gemma4", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_v2", "llama3_1", "llama3_2", "muse", "nemotron")
+TAKES_CALLS += ("diffusion_gemma", "qwen2_5", "qwen3")
+NOT_CALLS = {"qwen2_5_vl", "qwen2_5_vl_training"}
 
 
 def tokenizer_for(template):
@@ -100,6 +143,30 @@ def test_replies_count_with_their_marks_and_nothing_else_does(name):
     assert num_taken or not _takes_texts(tokenizer)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_calls_and_reasoning_count_and_what_tools_say_does_not(name):
+    tokenizer = tokenizer_for((FOLDER / f"{name}.jinja").read_text())
+    taken = set()
+    for case, chat in (CALLS | THOUGHTS | WITHOUT_TOOLS).items():
+        try:
+            tokens, is_counted = encode(chat, tokenizer, tools=TOOLS if case in CALLS else None)
+        except InputError:
+            continue
+        taken.add(case)
+        counted, others = runs(tokenizer, tokens, is_counted)
+        calls = [one for message in chat for one in message.get("tool_calls", ())]
+        assert "".join(counted).count("ccc") == len(calls), (chat, counted)
+        assert "rrr1" in "".join(counted) or case == "calls last", (chat, counted)
+        assert not any(word in run for run in counted for word in ("uuu", "sss", "ooo", "ddd", "eee")), (chat, counted)
+        assert not any(word in run for run in others for word in ("rrr", "ttt", "ccc")), (chat, others)
+        if name.removesuffix("_training") not in WITHOUT_END:
+            assert not counted[-1].rstrip().endswith((*"0123456789", "}")), (chat, counted)
+    assert ("asked again" in taken) == (name.startswith(TAKES_CALLS) and name not in NOT_CALLS), taken
+    if name.startswith("deepseekv3"):  # which writes the calls, and drops the tools
+        assert taken == {*THOUGHTS, *WITHOUT_TOOLS}
+    assert taken >= set(THOUGHTS) or not _takes_texts(tokenizer), taken
+
+
 def _takes_texts(tokenizer):
     try:
         tokenizer.apply_chat_template(CHATS["one"], tokenize=False)
@@ -114,7 +181,7 @@ def test_wherever_a_row_ends_a_long_conversation_ends_with_a_whole_reply(name):
     taken = [chat for chat in CHATS.values() if _is_taken(chat, tokenizer)]
     if not taken:
         pytest.skip("takes contents in parts")
-    chats = datasets.Dataset.from_dict({"messages": taken, "place": [""] * len(taken)})
+    chats = datasets.Dataset.from_list([as_row({"messages": chat, "tools": None}) for chat in taken])
     tokens = tokenize_conversations(chats, tokenizer)
     num_cut = 0
     for block_size in range(int(tokens.lengths.min()), int(tokens.lengths.max()), 16):

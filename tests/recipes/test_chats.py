@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -15,9 +16,15 @@ from memsave_recipes.data.text.conversations import load_conversations
 from memsave_recipes.data.text.documents import TextArguments
 from memsave_recipes.data.text.rows import RowArguments, load_rows
 from memsave_recipes.data.text.tokenizers import load_tokenizer
+from memsave_recipes.text import SAID
 
 RECIPE = "language_modeling"
 TOY_LOSS = 5.25  # three seeds: 5.12, 5.10, 5.04; untrained 7.64
+LABELS = (  # of the first conversation
+    r"--show_labels: \d+ of \d+ tokens of a training conversation count, as marked:\n"
+    r"<\|im_start\|>user\n\d+ and \d+\?<\|im_end\|>\n<\|im_start\|>assistant\n\[\[\d+\.<\|im_end\|>\]\]\n"
+    r"<\|im_start\|>user\nWhy\?<\|im_end\|>\n<\|im_start\|>assistant\n\[\[I counted\.<\|im_end\|>\]\]\n"
+)
 SHORT = [
     *("--block_size", "64", "--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "4"),
     *("--logging_steps", "1", "--vocab_size", "300", "--learning_rate", "0.01"),
@@ -26,6 +33,11 @@ SHORT = [
 
 def turns(*contents):
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, contents, strict=False)]
+
+
+def trained_on(path):
+    rows = load_conversations(TextArguments(train_file=[path])).train["conversation"]
+    return [json.loads(row)["messages"] for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +56,7 @@ def small(chats):
 def pretrained(tmp_path_factory, chats):
     """A folder with a small GPT-2 in float64, and its tokenizer with ChatML."""
     folder = tmp_path_factory.mktemp("pretrained")
-    conversations = load_conversations(TextArguments(train_file=[chats])).train["messages"]
-    contents = (message["content"] for messages in conversations for message in messages)
+    contents = (message["content"] for messages in trained_on(chats) for message in messages)
     tokenizer = load_tokenizer(None, contents, vocab_size=298)
     set_chat_template(tokenizer, "chatml", is_new=True)
     tokenizer.save_pretrained(folder)
@@ -69,7 +80,7 @@ def test_one_step_is_that_of_a_loop_by_hand(train, tmp_path, chats, pretrained, 
     model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for messages in load_conversations(TextArguments(train_file=[chats])).train["messages"]:
+    for messages in trained_on(chats):
         tokens, is_assistant = map(torch.from_numpy, encode(messages, tokenizer))
         targets = torch.where(is_assistant, tokens.long(), -100)[1:]
         total = total + F.cross_entropy(model(tokens.long()[None]).logits[0, :-1], targets, reduction="sum")
@@ -90,8 +101,9 @@ def test_the_loss_is_that_of_replies_unless_prompts_count_too(train, tmp_path, s
 
 
 def test_what_is_saved_replies_by_its_template_and_stops(train, tmp_path, chats, small, capsys):
-    train(*small, "--prompt", "7 and 7?")
+    train(*small, "--prompt", "7 and 7?", "--show_labels")
     shown = capsys.readouterr().out
+    assert re.search(LABELS, shown)
     assert "sample: 7 and 7?\n" in shown
     assert "reply: " in shown
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/final")
@@ -99,6 +111,58 @@ def test_what_is_saved_replies_by_its_template_and_stops(train, tmp_path, chats,
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_id
     prompt = tokenizer.apply_chat_template(turns("7 and 7?"), add_generation_prompt=True, return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=5).shape[1] > prompt.input_ids.shape[1]
+
+
+def test_labels_are_green_on_a_terminal_and_short(chats, pretrained, tmp_path, capsys, monkeypatch, caplog):
+    rows = [{"messages": turns("a" * 300, "b" * 300, *["c", "d"] * 20)}] * 2
+    path = write_rows(tmp_path / "long.jsonl", rows)
+    flags = RowArguments(train_file=[path], validation_file=[path], block_size=4096)
+    loaded = load_rows(flags, tokenizer_name=pretrained)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with caplog.at_level("INFO", logger=SAID.name):
+        monkeypatch.setattr(SAID, "propagate", True)
+        loaded.show_labels()
+    shown = capsys.readouterr().out
+    assert "as marked:\n<|im_start|>user\n" + "a" * 120 in shown
+    assert f"\x1b[32m{'b' * 140} ... {'b' * 50}<|im_end|>\x1b[0m" in shown
+    assert shown.count("\x1b[32m") == 12
+    assert "[[d<|im_end|>]]" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+TOOLS = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content and loop.last %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{{- (message.content or '') + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_calls_and_reasoning_from_the_file_to_the_reply(train, tmp_path, capsys):
+    call = {"name": "add", "arguments": {"a": 1}}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{number} and 1?"},
+                {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "dropped"},
+                {"role": "tool", "content": f"{number + 1}"},
+                {"role": "assistant", "content": f"{number + 1}.", "reasoning_content": "kept"},
+            ],
+            "tools": [TOOLS],
+        }
+        for number in range(40)
+    ]
+    (tmp_path / "tools.jinja").write_text(TEMPLATE)
+    flags = [*SHORT, "--block_size", "512", "--train_file", write_rows(tmp_path / "chats.jsonl", rows)]
+    train(*flags, *scratch("llama"), "--chat_template", str(tmp_path / "tools.jinja"), "--show_labels")
+    shown = "".join(capsys.readouterr())
+    assert "the chat template leaves out reasoning, or text beside a call, in 38 training replies" in shown
+    assert '[[{"name": "add", "arguments": {"a": 1}}<|im_end|>]]<|im_start|>tool' in shown
+    assert "[[<think>kept</think>" in shown
+    assert "dropped" not in shown
+    assert re.search(r"sample: \d+ and 1\?\nreply: ", shown)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +192,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(refuse, tmp_path):
     assert "row 1 is a preference pair" in refuse(*SHORT, "--train_file", path, *scratch("gpt2"))
 
 
-@pytest.mark.parametrize("flag", [["--chat_template", "chatml"], ["--train_on_prompt"]])
+@pytest.mark.parametrize("flag", [["--chat_template", "chatml"], ["--train_on_prompt"], ["--show_labels"]])
 def test_flags_of_conversations_are_not_for_text(refuse, tmp_path, flag):
     path = write_rows(tmp_path / "text.jsonl", [{"text": f"{n} is a number"} for n in range(30)])
     line = refuse(*SHORT, "--train_file", path, *scratch("gpt2"), *flag)

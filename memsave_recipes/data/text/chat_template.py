@@ -10,12 +10,14 @@ NOTE [ the assistant's tokens ]
    place of the turn: what stays the same is not the content. The turn begins behind the generation prompt, or behind
    as much of that as is there: some open a ``<think>`` that a reply may lack.
 4. What neither finds is refused, and so is reasoning that a content writes itself and the template once more, and a
-   template that drops a system message or the result of a tool without a word.
+   template that drops a system message, tools, a call or its result without a word. It may drop separate reasoning,
+   as many do in earlier turns, and the text beside a call; these are counted.
 """
 
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +29,7 @@ from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.sources import LONG_BYTES, progress_bars
-from memsave_recipes.data.text.conversations import Message
+from memsave_recipes.data.text.conversations import Conversation, Message, texts_of
 from memsave_recipes.data.text.tokenizers import TokenLine
 from memsave_recipes.errors import InputError, check_file
 from memsave_recipes.fingerprint import digest_of
@@ -40,7 +42,9 @@ CHATML_TEMPLATE = (
 )
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_CONTENT = "qzxjkvqzxjkv"
-REASONING = ("<think>", "</think>")
+REASONING, CALLS = "reasoning_content", "tool_calls"
+THINK = ("<think>", "</think>")
+DROPPED = (REASONING, "assistant messages")
 OWN_TEMPLATE = "pass --chat_template FILE.jinja, a template with {% generation %} around the assistant's text"
 TOKENS = Features(
     {
@@ -51,10 +55,10 @@ TOKENS = Features(
         "first_counted": Value("int64"),
         "reply_ends": List(Value("int32")),
         "num_bytes": Value("int64"),
+        "num_dropped": Value("int64"),
         "digest": Value("int64"),
     }
 )
-
 
 TooLong = Literal["drop", "truncate", "error"]
 
@@ -68,6 +72,9 @@ class ChatArguments:
     )
     train_on_prompt: bool = field(
         default=False, metadata={"help": "of conversations: all tokens count, not the assistant's alone"}
+    )
+    show_labels: bool = field(
+        default=False, metadata={"help": "print a conversation before training, with what counts of it marked"}
     )
     too_long: TooLong = field(
         default="drop",
@@ -84,9 +91,11 @@ class TokenizedConversations(TokenLine):
 
     Args:
         first_counted: of each conversation the first token behind its beginning that counts, or its length; int64 (N,).
+        num_dropped: turns whose reasoning, or text beside a call, the template leaves out.
     """
 
     first_counted: np.ndarray
+    num_dropped: int = 0
     noun: ClassVar[str] = "conversation"
 
     @property
@@ -161,12 +170,12 @@ def _chatml_end(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenize_conversations(
     conversations: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False
 ) -> TokenizedConversations:
-    """Tokenize ``conversations`` (columns ``messages`` and ``place``); raises as ``encode``; cached by ``datasets``."""
+    """Tokenize rows of ``CONVERSATION``; raises as ``encode``; cached by ``datasets``."""
     share = len(conversations) / conversations.data.num_rows  # the table may hold those of another split as well
     with progress_bars(share * conversations.data.nbytes > LONG_BYTES):
         rows = conversations.map(
             _row,
-            input_columns=["messages", "place"],
+            input_columns=["conversation", "place"],
             remove_columns=conversations.column_names,
             features=TOKENS,
             fn_kwargs={"tokenizer": tokenizer, "train_on_prompt": train_on_prompt},
@@ -179,17 +188,21 @@ def tokenize_conversations(
         document_starts=starts,
         piece_digests=rows["digest"][:],
         first_counted=rows["first_counted"][:],
+        num_dropped=int(rows["num_dropped"][:].sum()),
         num_tokens=int(rows["num_counted"][:].sum()),
         num_bytes=int(rows["num_bytes"][:].sum()),
     )
 
 
-def _row(
-    messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool
-) -> dict[str, Any]:
-    tokens, is_assistant = encode(messages, tokenizer, place)
+def _row(conversation: str, place: str, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool) -> dict[str, Any]:
+    chat: Conversation = json.loads(conversation)
+    template = _Template(tokenizer, place, chat["tools"])
+    messages = template.written(chat["messages"])
+    tokens, is_assistant = template.encode(messages)
     counted = is_assistant | train_on_prompt
-    contents = [message["content"] for message in messages if train_on_prompt or message["role"] == "assistant"]
+    written = [message for message in messages if train_on_prompt or message["role"] == "assistant"]
+    texts = [text for message in written for text in texts_of(message)]
+    texts += [json.dumps(chat["tools"], ensure_ascii=False)] if chat["tools"] and train_on_prompt else []
     return {
         "input_ids": tokens,
         "counted": counted,
@@ -197,34 +210,30 @@ def _row(
         "num_counted": int(counted.sum()),
         "first_counted": int(np.flatnonzero(np.append(counted[1:], True))[0]) + 1,
         "reply_ends": np.flatnonzero(is_assistant & ~np.append(is_assistant[1:], False)) + 1,
-        "num_bytes": sum(len(content.encode()) for content in contents),
+        "num_bytes": sum(len(text.encode()) for text in texts),
+        "num_dropped": sum(given != message for given, message in zip(chat["messages"], messages, strict=True)),
         "digest": digest_of(tokens.tobytes() + counted.tobytes()),
     }
 
 
 def encode(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, place: str = "a conversation"
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    place: str = "a conversation",
+    tools: list[dict[str, Any]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a conversation, int32 (T,), and which are the assistant's, bool (T,).
 
     Raises:
-        InputError: the template does not take it, drops a message of it, or leaves the assistant's tokens unknown.
+        InputError: the template does not take it, drops a part of it, or leaves the assistant's tokens unknown.
     """
-    template = _Template(tokenizer, place)
-    text = template.render(messages)
-    template.check_that_nothing_is_dropped(messages, text)
-    template.check_reasoning(messages, text)
-    if GENERATION.search(tokenizer.get_chat_template()):
-        encoded: Any = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-        )
-        is_assistant = np.asarray(encoded["assistant_masks"], dtype=bool)
-    else:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        is_assistant = _in_spans(encoded["offset_mapping"], text, template.assistant_spans(messages, text))
-    if not is_assistant.any():
-        raise InputError(f"{place}: the chat template marks no token as the assistant's: {OWN_TEMPLATE}")
-    return np.asarray(encoded["input_ids"], dtype=np.int32), is_assistant
+    template = _Template(tokenizer, place, tools)
+    return template.encode(template.written(messages))
+
+
+def render_prompt(chat: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the next reply of the assistant follows; raise ``InputError`` where the template refuses it."""
+    return _Template(tokenizer, "a conversation", chat["tools"]).render(chat["messages"], add_generation_prompt=True)
 
 
 def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int]]) -> np.ndarray:
@@ -244,10 +253,50 @@ class _Template:
 
     tokenizer: PreTrainedTokenizerBase
     place: str
+    tools: list[dict[str, Any]] | None = None
+
+    def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
+        text = self.render(messages)
+        self.check_reasoning(messages, text)
+        if GENERATION.search(str(self.tokenizer.get_chat_template())):
+            encoded: Any = self.apply(
+                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            )
+            is_assistant = np.asarray(encoded["assistant_masks"], dtype=bool)
+        else:
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            is_assistant = _in_spans(encoded["offset_mapping"], text, self.assistant_spans(messages, text))
+        if not is_assistant.any():
+            raise InputError(f"{self.place}: the chat template marks no token as the assistant's: {OWN_TEMPLATE}")
+        return np.asarray(encoded["input_ids"], dtype=np.int32), is_assistant
+
+    def apply(self, messages: list[Message], **options: Any) -> Any:
+        """Apply the template to messages as it reads them."""
+        options = {"tools": self.tools, **options}
+        return self.tokenizer.apply_chat_template(list(map(self._as_read, messages)), **options)
+
+    def _as_read(self, message: Message) -> Message:
+        """Return a message with what templates disagree on: the key of reasoning, and the arguments of calls."""
+        read = message | ({"thinking": message[REASONING]} if REASONING in message else {})
+        if CALLS in message and self._joins_texts:
+            calls = ((call, call["function"]["arguments"]) for call in message[CALLS])
+            read[CALLS] = [_changed(call, arguments=json.dumps(given, ensure_ascii=False)) for call, given in calls]
+        return read
+
+    @cached_property
+    def _joins_texts(self) -> bool:
+        """Whether the arguments of calls have to be JSON texts, as DeepSeek's template joins them to others."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            self.tokenizer.apply_chat_template([{"role": "user", "content": "c"}, turn], tokenize=False)
+        except Exception as error:  # a template may also refuse it for other reasons
+            return isinstance(error, TypeError)
+        return False
 
     def render(self, messages: list[Message], **options: Any) -> str:
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return str(self.apply(messages, tokenize=False, **options))
         except Exception as error:  # raise_exception() of templates, and whatever else goes wrong in one
             words = " ".join(str(error).split())
             raise InputError(
@@ -260,24 +309,41 @@ class _Template:
         both = [self.render(messages), self.render(messages, add_generation_prompt=True)]
         return os.path.commonprefix(both)  # noqa: RUF071  # of texts, not of paths
 
-    def check_that_nothing_is_dropped(self, messages: list[Message], text: str) -> None:
-        """Check that another content gives another text: rule 4 of NOTE [ the assistant's tokens ]."""
-        for role in {message["role"] for message in messages} & {"system", "tool"}:
-            other = {"role": role, "content": OTHER_CONTENT}
-            if self.render([other if message["role"] == role else message for message in messages]) == text:
+    def written(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without what the template may drop and does; check that it drops no more: rule 4."""
+        words: dict[str, str] = {}
+
+        def word(what: str) -> str:
+            words[new := f"{OTHER_CONTENT}{len(words)}x"] = what
+            return new
+
+        marked = [
+            _with_words(one, word) if len(one) > 2 or one["role"] not in ("user", "assistant") else one
+            for one in messages
+        ]
+        tools = [_changed(tool, name=word("tools")) for tool in self.tools or ()] or None
+        shown = self.render(marked, tools=tools) if words else ""
+        lost = {new: what for new, what in words.items() if new not in shown}
+        for what in lost.values():
+            if what not in DROPPED:
                 raise InputError(
-                    f"{self.place}: the chat template drops {role} messages without a word: take them out of the data, "
-                    "or pass a --chat_template that writes them"
+                    f"{self.place}: the chat template drops {what} without a word: take them out of the data, or pass "
+                    "a --chat_template that writes them"
                 )
+        kept = [
+            {"content": "", **{key: value for key, value in message.items() if str(other[key]) not in lost}}
+            for message, other in zip(messages, marked, strict=True)
+        ]
+        return kept if lost and self.render(kept) == self.render(messages) else messages
 
     def check_reasoning(self, messages: list[Message], text: str) -> None:
         """Check that a block that a content opens and closes is there once, and that every block is whole: rule 4."""
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
-        if not any(mark in reply for reply in replies for mark in REASONING):
+        if not any(mark in reply for reply in replies for mark in THINK):
             return
         others = [message["content"] for message in messages if message["role"] != "assistant"]
-        opened, closed = (text.count(mark) - sum(other.count(mark) for other in others) for mark in REASONING)
-        if opened != closed or closed > sum(max(1, reply.count(REASONING[1])) for reply in replies):
+        opened, closed = (text.count(mark) - sum(other.count(mark) for other in others) for mark in THINK)
+        if opened != closed or closed > sum(max(1, reply.count(THINK[1])) for reply in replies):
             raise InputError(
                 f"{self.place}: the chat template makes {opened} <think> and {closed} </think> of the reasoning in its "
                 "replies: take the reasoning out, or pass a --chat_template that writes it as it is"
@@ -303,7 +369,8 @@ class _Template:
         prompt = self._prompt(messages[:index])
         so_far = self.render_turns(messages[: index + 1])
         stop = self._end_of_turn(messages, text, so_far, text)
-        if not prompt or stop is None or stop < len(prompt) or not text.startswith(prompt):
+        is_plain = not messages[index].get(REASONING)  # gpt-oss writes it only without a generation prompt
+        if not prompt or stop is None or stop < len(prompt) or not (is_plain and text.startswith(prompt)):
             return self._span_of_rewritten(messages, index, text, prompt)
         at_end = self.render(messages[: index + 1])
         return len(prompt), self._with_mark(text, len(prompt), stop, at_end[stop:])
@@ -334,18 +401,18 @@ class _Template:
 
     def _span_of_rewritten(self, messages: list[Message], index: int, text: str, prompt: str) -> tuple[int, int] | None:
         """Find a turn that the template writes otherwise than at the end of a conversation: rule 3."""
-        so_far = [*messages[:index], {"role": "assistant", "content": OTHER_CONTENT}]
-        head_at_end, _, tail_at_end = self.render_turns(so_far).partition(OTHER_CONTENT)
-        head, _, tail = self.render([*so_far, *messages[index + 1 :]]).partition(OTHER_CONTENT)
+        so_far = [*messages[:index], _with_words(messages[index], lambda _: OTHER_CONTENT)]
+        head_at_end, *tails = *_around(self.render(so_far)), _around(self.render(so_far, add_generation_prompt=True))[1]
+        tail_at_end = os.path.commonprefix(tails)  # noqa: RUF071  # of texts, not of paths
+        head, tail = _around(self.render([*so_far, *messages[index + 1 :]]))
         size = self._end_of_turn(messages, text, tail_at_end, tail)
-        if size is None or not (text.startswith(head) and text.endswith(tail)):
+        if size is None or not text.endswith(tail[size:]):
             return None
         start = self._start_of_rewritten(messages[:index], text, prompt, head, head_at_end)
-        if start is None:
+        if start is None or not text.startswith(head[:start]):
             return None
         stop = len(text) - len(tail) + size
-        at_end = self.render(so_far).partition(OTHER_CONTENT)[2]
-        return start, self._with_mark(text, start, stop, at_end[size:])
+        return start, self._with_mark(text, start, stop, tails[0][size:])
 
     def _start_of_rewritten(
         self, before: list[Message], text: str, prompt: str, head: str, head_at_end: str
@@ -359,7 +426,7 @@ class _Template:
         if opening != head_at_end and head.endswith(opening):
             return len(head) - len(opening)
         asked = prompt[len(self.render_turns(before)) :]
-        header = asked.partition(REASONING[0])[0]
+        header = asked.partition(THINK[0])[0]
         begin = head.rfind(header)
         if not header or begin < 0:
             return None
@@ -394,6 +461,29 @@ class _Template:
     @cached_property
     def marks(self) -> tuple[str, ...]:
         return tuple({str(token) for token in self.tokenizer.added_tokens_decoder.values()} - {""})
+
+
+def _changed(function: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return a tool or a call with other ``values`` of its function."""
+    return {**function, "function": {**function["function"], **values}}
+
+
+def _with_words(message: Message, word: Callable[[str], str]) -> Message:
+    """Return a message with ``word(what)`` for its content, for its reasoning and as the arguments of its calls."""
+    other = dict(message)
+    if message["content"] or CALLS not in message:
+        other["content"] = word(f"{message['role']} messages")
+    if REASONING in message:
+        other[REASONING] = word(REASONING)
+    if CALLS in message:
+        other[CALLS] = [_changed(call, arguments={word("tool calls"): ""}) for call in message[CALLS]]
+    return other
+
+
+def _around(text: str) -> tuple[str, str]:
+    """Return what is before the first and behind the last of the other contents."""
+    head, mark, _ = text.partition(OTHER_CONTENT)
+    return head, text.rpartition(OTHER_CONTENT)[2] if mark else ""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

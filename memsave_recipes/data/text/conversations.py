@@ -6,15 +6,16 @@ refused would not be trained on as meant. Copies of a conversation are all held 
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import datasets
 import numpy as np
-from datasets import Features, List, Value
+from datasets import Features, Value
 
 from memsave_recipes.data.sources import (
     find_files,
@@ -31,29 +32,43 @@ from memsave_recipes.data.sources import (
 from memsave_recipes.data.text.documents import DOCSTRING_CHATS, ENDINGS, TextArguments, TextSplits, check_sources
 from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.fingerprint import digest_of
-from memsave_recipes.text import join_names
+from memsave_recipes.text import join_names, read_json
 
 LIBRARIES = ("python", "numpy")
 MAX_WORDS = 40  # of an answer of the toy set
 MIN_WORDS = 5
 
-TABLES = (".jsonl", ".json", ".parquet")
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
 PREFERENCES = ("chosen", "rejected")
 FORMATS = (("messages",), ("conversations",), ("prompt", "completion"))
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # With any of these the text alone is not what the model should learn to write.
-NOT_TAKEN = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+NOT_TAKEN = ("function_call", "weight")
+LIST = re.compile(r'\[\s*\{\s*"(role|content)"\s*:')  # the beginning of messages as JSON text
+NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # columns beside messages
 CONVERSATION = Features(
     {
-        "messages": List({"role": Value("string"), "content": Value("large_string")}),
+        "conversation": Value("large_string"),  # JSON, since structs of Arrow give each message the keys of all
         "place": Value("string"),  # for messages: the file and the row
         "digest": Value("int64"),
         "held_out": Value("bool"),  # of the toy set
     }
 )
 
-Message = dict[str, str]
+Message = dict[str, Any]
+
+
+class Conversation(TypedDict):
+    """Messages with ``role`` and ``content``, which is empty beside mere ``tool_calls``, and what they may call.
+
+    A message may have ``reasoning_content`` and ``tool_calls`` too, the result of a tool its ``name`` and
+    ``tool_call_id``. Tools and calls are those of transformers' chat templates, with arguments as objects.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
 
 
 def names_conversations(flags: TextArguments) -> bool:
@@ -70,7 +85,12 @@ def names_conversations(flags: TextArguments) -> bool:
         _, row = next(rows_of(str(first), str(first)))
     except (InputError, OSError, StopIteration):  # left to those who read documents
         return False
-    return not isinstance(_value(row, flags.text_column), str) and any(map(_holds(row), (*FORMATS, PREFERENCES)))
+    return not isinstance(_value(row, flags.text_column), str) and (is_conversation(row) or _holds(row)(PREFERENCES))
+
+
+def is_conversation(row: Any) -> bool:
+    """Tell by its keys whether a row is a conversation."""
+    return any(map(_holds(row), FORMATS))
 
 
 def load_conversations(
@@ -116,12 +136,27 @@ def _conversations_of(files: Iterable[tuple[str, int]], flag: str, version: str)
         for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"
             keys = keys or _format_of(row, place)
-            yield _conversation(_messages_of(row, keys, place), place)
+            chat = read_conversation(row, place, keys)
+            if all(message["role"] != "assistant" for message in chat["messages"]):
+                raise InputError(
+                    f"{place} has no turn of the assistant, so nothing to learn from: add one or remove the row"
+                )
+            yield as_row(chat, place)
 
 
-def _conversation(messages: list[Message], place: str, held_out: bool = False) -> dict[str, Any]:
-    digest = digest_of(json.dumps(messages).encode())
-    return {"messages": messages, "place": place, "digest": digest, "held_out": held_out}
+def as_row(chat: Conversation, place: str = "a conversation", held_out: bool = False) -> dict[str, Any]:
+    """Return the row of ``CONVERSATION``; ``place`` names it in messages."""
+    parts = [chat["messages"], chat["tools"]] if chat["tools"] else chat["messages"]
+    digest = digest_of(json.dumps(parts).encode())
+    text = json.dumps(chat, ensure_ascii=False)
+    return {"conversation": text, "place": place, "digest": digest, "held_out": held_out}
+
+
+def texts_of(message: Message) -> Iterator[str]:
+    """Yield what somebody wrote: reasoning, content, names and arguments of calls."""
+    yield from filter(None, (message.get("reasoning_content"), message["content"]))
+    for call in message.get("tool_calls", ()):
+        yield from (call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
 
 
 def _format_of(row: Any, place: str) -> tuple[str, ...]:
@@ -137,28 +172,33 @@ def _format_of(row: Any, place: str) -> tuple[str, ...]:
     return found
 
 
-def _messages_of(row: Any, keys: tuple[str, ...], place: str) -> list[Message]:
-    """Check the messages of a row in the format ``keys``."""
+def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None) -> Conversation:
+    """Read a row, in the format ``keys`` where that is known; raise ``InputError`` for what is malformed in it."""
+    keys = keys or _format_of(row, place)
     if not _holds(row)(keys):
         others = " and ".join(_format_of(row, place))
         raise InputError(
             f"{place} has {others} where the rows before it have {' and '.join(keys)}: give one file for each format"
         )
-    if _value(row, "tools"):
-        raise InputError(f"{place} has tools, which are not supported: remove the row")
-    messages = _prompt_and_completion(row, place) if keys == ("prompt", "completion") else row[keys[0]]
+    for key in filter(row.get, NOT_TEXT):
+        raise InputError(f"{place} has {key}, and only texts are trained on: remove the row")
+    is_pair = keys == ("prompt", "completion")
+    messages = _prompt_and_completion(row, place) if is_pair else _parsed(row[keys[0]], keys[0], place)
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{place} has no messages: add some or remove the row")
     named = ("from", "value") if keys == ("conversations",) else ("role", "content")
     checked = [
         _message(message, *named, f"{place} message {number}") for number, message in enumerate(messages, start=1)
     ]
-    _check_order([message["role"] for message in checked], place)
-    return checked
+    chat: Conversation = {"messages": checked, "tools": _functions(row.get("tools"), "tools", place) or None}
+    if not is_text(json.dumps(chat, ensure_ascii=False)):
+        raise InputError(f"{place} holds half of a surrogate pair: repair the row")
+    return chat
 
 
 def _prompt_and_completion(row: Any, place: str) -> list[Any]:
-    prompt, completion = row["prompt"], row["completion"]
+    pair = (row["prompt"], row["completion"])
+    prompt, completion = (_parsed(one, "a prompt", place) if LIST.match(str(one)) else one for one in pair)
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -168,6 +208,8 @@ def _prompt_and_completion(row: Any, place: str) -> list[Any]:
 
 def _message(message: Any, role_key: str, content_key: str, place: str) -> Message:
     role, content = _value(message, role_key), _value(message, content_key)
+    if role_key == "from" and role == "function_call":
+        message, content = {"tool_calls": content}, None
     role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
     if role not in ROLES:
         known = join_names([*(SHAREGPT_ROLES if role_key == "from" else ()), *ROLES])
@@ -175,21 +217,73 @@ def _message(message: Any, role_key: str, content_key: str, place: str) -> Messa
     for key in NOT_TAKEN:
         if _value(message, key) not in (None, [], "", 1):
             raise InputError(f"{place} has {key}, which is not supported: remove it or the row")
-    if not isinstance(content, str):
-        raise InputError(f"{place} has no text as its {content_key}: only texts are trained on; correct or remove it")
-    if not content.strip():
+    more = _more_of(message, role, place)
+    text = "" if content is None and "tool_calls" in more else _text_of(content, content_key, place)
+    if not text.strip() and role != "tool" and "tool_calls" not in more:
         raise InputError(f"{place} is empty: give it a text or remove it")
-    if not is_text(content):
-        raise InputError(f"{place} holds half of a surrogate pair: repair the row")
-    return {"role": role, "content": content}
+    return {"role": role, "content": text, **more}
 
 
-def _check_order(roles: list[str], place: str) -> None:
-    if "system" in roles[1:]:
-        number = roles.index("system", 1) + 1
-        raise InputError(f"{place} message {number} is a system message, which may only be the first: move it there")
-    if "assistant" not in roles:
-        raise InputError(f"{place} has no turn of the assistant, so nothing to learn from: add one or remove the row")
+def _text_of(content: Any, key: str, place: str) -> str:
+    """Return a text, also that of a list of parts which are all texts."""
+    parts = content if isinstance(content, list) else []
+    for kind in (_value(part, "type") for part in parts if _value(part, "type") != "text"):
+        raise InputError(f"{place} has a part of type {kind!r}: only texts are trained on; remove the row")
+    texts = [_value(part, "text") for part in parts] or [content]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{place} has no text as its {key}: only texts are trained on; correct or remove it")
+    return "".join(texts)
+
+
+def _more_of(message: Any, role: str, place: str) -> Message:
+    """Return what a message has beside its role and content."""
+    reasoning = next(filter(None, (_value(message, key) for key in REASONING_KEYS)), None)
+    calls = _functions(_value(message, "tool_calls"), "tool_calls", place)
+    if role != "assistant" and (reasoning or calls):
+        found = "tool_calls" if calls else "reasoning"
+        raise InputError(f"{place} has {found}, which only the assistant writes: correct its role or remove it")
+    if not isinstance(reasoning, str | None):
+        raise InputError(f"{place} has no text as its reasoning: correct or remove it")
+    names = {key: _value(message, key) for key in ("name", "tool_call_id")} if role == "tool" else {}
+    more = {"reasoning_content": reasoning, "tool_calls": calls, **names}
+    return {key: value for key, value in more.items() if value}
+
+
+def _functions(value: Any, key: str, place: str) -> list[dict[str, Any]]:
+    """Return tools or calls, each ``{"type": "function", "function": ...}`` with what it has beside these.
+
+    A null is a key that is not there, since structs of Arrow give each the keys of all.
+    """
+    found = _parsed(value, key, place) or []
+    functions = []
+    for item in found if isinstance(found, list) else [found]:
+        named = _without_nulls(_parsed(item, key, place))
+        named = named if _value(named, "function") else {"function": named}
+        function = _parsed(named["function"], key, place)
+        if not isinstance(_value(function, "name"), str):
+            raise InputError(f"{place} has {key} without the name of a function: correct or remove them")
+        if key == "tool_calls":
+            arguments = _parsed(function.get("arguments") or {}, f"arguments of {function['name']}", place)
+            if not isinstance(arguments, dict):
+                raise InputError(f"{place}: the arguments of {function['name']} are no JSON object: correct the row")
+            function = {**function, "arguments": arguments}
+        kind = {} if "type" in named else {"type": "function"}
+        functions.append({**kind, **named, "function": function})
+    return functions
+
+
+def _parsed(value: Any, key: str, place: str) -> Any:
+    """Return a value that a file may have as JSON text, as CSV and Parquet files do."""
+    try:
+        return read_json(value) if isinstance(value, str) and value.strip() else value
+    except ValueError as error:
+        raise InputError(f"{place}: {key} is text and no JSON ({error}): correct the row") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value as JSON has it; what JSON has no form for, such as a date, becomes a text."""
+    known = json.dumps(value, default=str)
+    return json.loads(known, object_hook=lambda found: {key: item for key, item in found.items() if item is not None})
 
 
 def _held_out(rows: datasets.Dataset, source: str) -> TextSplits:
@@ -223,7 +317,8 @@ def _toy_conversations(version: str) -> Iterator[dict[str, Any]]:
                 answer = _answer(node)
                 if answer and answer not in answers:
                     answers.add(answer)
-                    yield _conversation(_questions(f"{module}.{node.name}", node, answer), module, held_out)
+                    messages = _questions(f"{module}.{node.name}", node, answer)
+                    yield as_row({"messages": messages, "tools": None}, module, held_out)
 
 
 def _module_name(library: str, path: Path) -> str:

@@ -1,5 +1,7 @@
 """The rows of tokens of a language model by the flags: text or conversations, tokenizer, packed or padded."""
 
+import json
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,16 +14,19 @@ from memsave_recipes.data.text.chat_template import (
     set_chat_template,
     tokenize_conversations,
 )
-from memsave_recipes.data.text.conversations import Message, load_conversations, names_conversations
+from memsave_recipes.data.text.conversations import Conversation, load_conversations, names_conversations, texts_of
 from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
 from memsave_recipes.data.text.packing import Rows, rows_of_conversations, rows_of_documents
 from memsave_recipes.data.text.tokenizers import digest_of_tokenizer, load_tokenizer
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.text import printable_lines, say
 
 PROMPT_CHARACTERS = 100
+SHOWN_RUNS, SHOWN_CHARACTERS = 24, 200  # of --show_labels, and in each run of tokens
+MARKS = (("[[", "]]"), ("\x1b[32m", "\x1b[0m"))  # of what counts: brackets, or green on a terminal
 
-Prompt = str | list[Message]
+Prompt = str | Conversation
 
 
 @dataclass(kw_only=True)
@@ -47,7 +52,7 @@ class TokenRows:
     """The rows of both splits, and the tokenizer that made them.
 
     Args:
-        held_out_prompt: for the trained model: text to continue, or the messages before a reply.
+        held_out_prompt: for the trained model: text to continue, or a conversation that lacks a reply.
         end_of_turn: of conversations, the token at which replies end; ``None`` where the template has none.
     """
 
@@ -71,7 +76,26 @@ class TokenRows:
         """Return ``text``, in conversations as a user's message; by default held-out data."""
         if text is None:
             return self.held_out_prompt
-        return text if isinstance(self.held_out_prompt, str) else [{"role": "user", "content": text}]
+        asked: Conversation = {"messages": [{"role": "user", "content": text}], "tools": None}
+        return text if isinstance(self.held_out_prompt, str) else asked
+
+    def show_labels(self) -> None:
+        """Print the first conversation that is trained on: what counts in the loss is green, or in brackets."""
+        tokens, spans = self.train.tokens, self.train.spans
+        first = spans[[spans[:, 0].argmin()]]
+        ids, counted = tokens.read(first), tokens.is_counted(first)
+        counted[0] = False  # there is nothing before it
+        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(counted)) + 1)[:SHOWN_RUNS]
+        texts = (_shortened(printable_lines(str(self.tokenizer.decode(ids[run].tolist())))) for run in runs)
+        shown = "".join(f"\0{text}\1" if counted[run[0]] else text for run, text in zip(runs, texts, strict=True))
+        numbers = f"{counted.sum():,} of {len(ids):,} tokens"
+        shown = f"--show_labels: {numbers} of a training conversation count, as marked:\n{shown}"
+        in_brackets, in_green = (shown.replace("\0", one).replace("\1", other) for one, other in MARKS)
+        say(in_green if sys.stdout.isatty() else in_brackets, kept=in_brackets)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 60]} ... {text[-60:]}"
 
 
 def load_rows(
@@ -103,7 +127,8 @@ def load_rows(
     has_chats = names_conversations(flags)
     if has_chats:
         text = load_conversations(flags, stream_bytes=stream_bytes, only_validation=eval_only)
-        texts = (message["content"] for messages in text.train["messages"] for message in messages)
+        read = map(json.loads, text.train["conversation"])
+        texts = (words for chat in read for message in chat["messages"] for words in texts_of(message))
         vocab_size -= len(CHATML_TOKENS) if is_new else 0
     else:
         text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
@@ -125,9 +150,9 @@ def load_rows(
 def _rows_of_documents(
     flags: RowArguments, text: TextSplits, tokenizer: PreTrainedTokenizerBase, one_row: bool
 ) -> TokenRows:
-    for flag, value in (("--chat_template", flags.chat_template), ("--train_on_prompt", flags.train_on_prompt)):
-        if value:
-            raise InputError(f"{flag} is for conversations, and the data are plain text: leave it out")
+    for name in ("chat_template", "train_on_prompt", "show_labels"):
+        if getattr(flags, name):
+            raise InputError(f"--{name} is for conversations, and the data are plain text: leave it out")
     train, validation = (
         rows_of_documents(documents, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         for documents in (text.train, text.validation)
@@ -149,7 +174,11 @@ def _rows_of_conversations(
             rows_of_conversations(tokens, lengths, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         )
         notes += _notes(rows[-1], tokens.lengths, lengths, split)
-    mark, messages = end_of_turn(tokenizer), chats.validation[0]["messages"]
+        if tokens.num_dropped:
+            lost = "reasoning, or text beside a call,"
+            notes.append(f"the chat template leaves out {lost} in {tokens.num_dropped:,} {split} replies")
+    mark, held_out = end_of_turn(tokenizer), json.loads(chats.validation[0]["conversation"])
+    messages = held_out["messages"]
     replies = (place for place, message in enumerate(messages) if place and message["role"] == "assistant")
     if mark is None:
         notes.append("the chat template writes no mark behind a reply, so the model does not learn where to stop")
@@ -157,7 +186,7 @@ def _rows_of_conversations(
         train=rows[0],
         validation=rows[1],
         tokenizer=tokenizer,
-        held_out_prompt=messages[: next(replies, len(messages))],
+        held_out_prompt={**held_out, "messages": messages[: next(replies, len(messages))]},
         end_of_turn=mark,
         notice=f"note: {'; '.join(filter(None, notes))}",
     )
