@@ -1,5 +1,6 @@
-"""A server in the place of the Hub, which is silent in every way that a network knows, or has the files of a folder."""
+"""A server in the place of the Hub, which is silent in every way that a network knows, has files, or takes them."""
 
+import base64
 import hashlib
 import json
 import shutil
@@ -28,12 +29,20 @@ class Hub:
 
     Its answer is ``hang``, ``hang up`` or a status: 404 for all but its front page, 503 for everything. Or a folder,
     which it takes its time to send, as the only revision of every model.
+
+    It takes uploads; its first answers to them are the statuses of ``failures``.
     """
 
     answer: int | str | Path
     url: str = ""
     requests: list[str] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
+    failures: list[int] = field(default_factory=list)
+    tokens: set[str | None] = field(default_factory=set)
+    """Of the requests that write."""
+    created: list[dict[str, object]] = field(default_factory=list)
+    commits: list[dict[str, bytes]] = field(default_factory=list)
+    """The files of each, by path."""
 
 
 def handler_of(served: Hub) -> type[BaseHTTPRequestHandler]:
@@ -53,6 +62,31 @@ def handler_of(served: Hub) -> type[BaseHTTPRequestHandler]:
                 self.end_headers()
 
         do_GET = do_HEAD
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            served.requests.append(f"{self.command} {self.path}")
+            served.tokens.add(self.headers["Authorization"])
+            if served.failures:
+                self.send(served.failures.pop(0), b'{"error": "no"}')
+            else:
+                self.send(200, json.dumps(self.written(body)).encode())
+
+        def written(self, body: bytes) -> object:
+            """What the Hub says to a new repository, a model card, files that are announced, and a commit."""
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                served.created.append(asked)
+                return {"url": f"{served.url}/{asked['organization'] or 'me'}/{asked['name']}"}
+            if "/preupload/" in self.path:
+                files = [file["path"] for file in json.loads(body)["files"]]
+                return {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]}
+            if "/commit/" in self.path:
+                lines = [json.loads(line) for line in body.splitlines()]
+                files = [line["value"] for line in lines if line["key"] == "file"]
+                served.commits.append({file["path"]: base64.b64decode(file["content"]) for file in files})
+                return {"commitUrl": f"{served.url}/me/model/commit/{COMMIT}", "commitOid": COMMIT}
+            return {"errors": [], "warnings": []}
 
         def answer_of(self, folder: Path) -> None:
             path = folder / Path(self.path).name
@@ -77,7 +111,7 @@ def handler_of(served: Hub) -> type[BaseHTTPRequestHandler]:
             for header, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
                 self.send_header(header, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:

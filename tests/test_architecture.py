@@ -38,7 +38,10 @@ TABLE = {
     "equivalence": ({"activations", "plans", "profiling", "sharding"}, {"torch"}),
     "training": (
         {"activations", "exact", "losses", "plans", "processes", "sharding", "step"},
-        {"torch", "accelerate", "transformers", "yaml", "psutil", "datasets", "evaluate", "scipy", "sklearn"},
+        {
+            *("torch", "accelerate", "transformers", "yaml", "psutil", "datasets", "evaluate", "scipy", "sklearn"),
+            "huggingface_hub",
+        },
     ),
     "checkpoints": (
         {"distributed", "fingerprint", "processes", "sharding", "step", "training"},
@@ -55,7 +58,7 @@ TABLE = {
     "run": (
         {
             *("activations", "checkpoints", "compare", "distributed", "equivalence", "estimation", "fingerprint"),
-            *("models", "planner", "plans", "processes", "profiling", "render", "sharding", "step", "training"),
+            *("hub", "models", "planner", "plans", "processes", "profiling", "render", "sharding", "step", "training"),
         },
         {"torch", "accelerate", "wandb", "trackio", "huggingface_hub", "jinja2", "safetensors"},
     ),

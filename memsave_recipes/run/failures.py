@@ -136,6 +136,13 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
         sys.exit(code)  # that rank has spoken
 
 
+def describe_early_end(error: BaseException) -> tuple[str, str]:
+    """Return the title and the text of an alert on the error that has ended a run."""
+    without_memory = is_out_of_memory(error) or exit_code_of_another_rank() == OUT_OF_MEMORY
+    text = error.message if isinstance(error, StoppedBySignal) else first_line(error)
+    return "out of memory" if without_memory else "the run has ended early", text
+
+
 def _is_of_a_lost_rank(error: Exception) -> bool:
     """Tell a lost rank from a lost connection of something else, such as a tracker's, which is an ``OSError``."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_IS_GONE)

@@ -24,7 +24,7 @@ from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilization_pct
 from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
 from memsave_recipes.run.out_of_memory import RunSettings
-from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
+from memsave_recipes.run.trackers import alert, log_metrics, sync_rows, tracker_ids
 from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.text import printable
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
@@ -102,6 +102,7 @@ class RunReport:
             skips=self.memory.settings.flags.get("skip_nonfinite", 0),
             exact=batches.layout.is_bitwise,
         )
+        self._alerted_skips = 0
         self.samples_seen = 0
         self.tokens_seen: Tensor | int = 0
         self.train_loss = float("nan")
@@ -172,6 +173,7 @@ class RunReport:
             sections = {"train": train, "perf": perf, "memory": memory, "progress": progress}
             row = {f"{section}/{key}": value for section, figures in sections.items() for key, value in figures.items()}
             log_metrics(self.accelerator, row, step)
+            self._alert_of_skips(step)
         return _in_words(self.train_loss, perf, memory)
 
     def evaluation_is_due(self, step: int, *, every: int | None) -> bool:
@@ -224,6 +226,7 @@ class RunReport:
         for name in (*COUNTED, "tokens_seen"):
             setattr(self, name, state[name])
         self.losses.load_state_dict(state["losses"])
+        self._alerted_skips = self.losses.skipped_steps
         self.clock.load_state_dict(state["clock"])
 
     def results(self) -> dict[str, Any]:
@@ -247,6 +250,13 @@ class RunReport:
             perf["model_gflops_per_sample"] = model_flops / 1e9
         memory = self.memory.results(gather_figures(self.accelerator, self.memory.end_run()))
         return results | {**self.losses.skipped(), "train_loss": self.train_loss, "memory": memory, "perf": perf}
+
+    def _alert_of_skips(self, step: int) -> None:
+        """Alert people of steps that the window up to ``step`` has left out."""
+        skipped, allowed = self.losses.skipped_steps, self.losses.skips
+        if skipped > self._alerted_skips:
+            self._alerted_skips = skipped
+            alert(self.accelerator, "skipped steps", f"{skipped} of at most {allowed} up to step {step}: not finite")
 
     def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
         """Run both; DDP does not reduce, by its forward, and shards leave no gradient unreduced, by their backward."""

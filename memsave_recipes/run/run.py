@@ -3,13 +3,14 @@
 1. ``Run.open`` checks flags and folder, starts Accelerate and locks the folder; it writes and deletes nothing.
 2. ``Run.prepare`` makes a ``PreparedRun``: Accelerate's model and optimizer, and the plan, which ``--verify`` proves.
 3. ``Run.begin`` restores the newest checkpoint or clears the folder, and makes a ``TrainingRun``. Its ``finish`` writes
-   ``final/`` and ``results.json``; the end of ``open`` prints the summary and closes the trackers.
+   ``final/`` and ``results.json``; the end of ``open`` prints the summary, closes the trackers and uploads ``final/``.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -23,21 +24,23 @@ from memsave_recipes.checkpoints.resume import (
     with_previous_choices,
 )
 from memsave_recipes.compare import compare, read_run
-from memsave_recipes.distributed import missing_ranks_end_the_run, require_same
+from memsave_recipes.distributed import missing_ranks_end_the_run, on_main_process, require_same
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.hub import check_push, push
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.render.comparison import show
-from memsave_recipes.run.failures import recorded
-from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, check_run_folder, print_lines
+from memsave_recipes.run.failures import describe_early_end, recorded
+from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, FINAL, check_run_folder, print_lines
 from memsave_recipes.run.open_run import OpenRun, RunFolder
 from memsave_recipes.run.prepared_run import PreparedRun
-from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.run.trackers import alert, finish_trackers, resolve_trackers
 from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.sharding import launched_shard
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.step.settings import AUTO
+from memsave_recipes.text import say
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import (
@@ -67,8 +70,8 @@ class Run(OpenRun):
             recipe: its name, such as ``image_classification``.
 
         Raises:
-            InputError: the folder holds another run, is in use, cannot be written or cannot be resumed; or the launch
-                is not the one of the flags.
+            InputError: the folder holds another run, is in use, cannot be written or cannot be resumed; the launch
+                is not the one of the flags; or nobody is logged in for ``--push_to_hub``.
         """
         args = _with_resume(args)
         path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
@@ -88,6 +91,8 @@ class Run(OpenRun):
             accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with)
             require_same(accelerator, installed_versions(), "install the same versions on every machine")
             notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
+            if args.push_to_hub is not None:
+                on_main_process(accelerator, partial(check_push, args.push_to_hub))
             lock = stack.enter_context(locked_run_folder(accelerator, path))
             try:
                 with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
@@ -102,9 +107,12 @@ class Run(OpenRun):
                             run.training.finish_writing()
                         raise
                     run._close()
-            except (StoppedBySignal, NotFinite):  # which all ranks know of
-                finish_trackers(accelerator, {})
+            except (Exception, StoppedBySignal) as error:
+                alert(accelerator, *describe_early_end(error))
+                if isinstance(error, StoppedBySignal | NotFinite):  # which all ranks know of
+                    finish_trackers(accelerator, {})
                 raise
+            run._push()
 
     def prepare(
         self, task: Task, batches: GlobalBatches, model: nn.Module, trained: nn.Module | None = None
@@ -157,6 +165,12 @@ class Run(OpenRun):
         elif self.accelerator.is_main_process:
             show(compare([read_run(self.folder.path)]))
         finish_trackers(self.accelerator, results)
+
+    def _push(self) -> None:
+        """Upload the model of a run that is done; the other ranks have ended, as this may take any time."""
+        name, is_done = self.args.push_to_hub, self.training is not None and self.training.results
+        if name is not None and is_done and self.accelerator.is_main_process:
+            say(push(name, self.folder.path / FINAL, private=self.args.hub_private_repo))
 
 
 def _with_resume(args: Any) -> Any:

@@ -210,6 +210,18 @@ def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> 
             tracker.log(values, step=step)
 
 
+def alert(accelerator: Accelerator, title: str, text: str) -> None:
+    """Alert people by each tracker that can: W&B, which mails it or posts it to Slack, and trackio.
+
+    Args:
+        title: of at most 64 characters; W&B drops a second alert of the same title within a minute.
+    """
+    for tracker in accelerator.trackers:
+        if hasattr(tracker.tracker, "alert"):
+            with _nonfatal(tracker.name, "alert"), redirect_stdout(io.StringIO()):
+                tracker.tracker.alert(title=title, text=text)
+
+
 def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
     """Write ``results`` as flat ``result/*`` keys into every tracker, close them, and end the process group.
 

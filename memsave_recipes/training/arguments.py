@@ -8,6 +8,8 @@ from math import isfinite
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.exact.settings import ExactSettings
@@ -86,6 +88,13 @@ class RunArguments(TrackerArguments, ExactSettings):
 
     output_dir: str = field(metadata={"help": "folder of everything that the run writes"})
     overwrite: bool = field(default=False, metadata={"help": "delete the run that --output_dir holds"})
+    push_to_hub: str | None = field(
+        default=None,
+        metadata={"help": "upload final/ to this repository of the Hub at the end: NAME or OWNER/NAME; needs a login"},
+    )
+    hub_private_repo: bool = field(
+        default=True, metadata={"help": "make the repository of --push_to_hub private, where it is a new one"}
+    )
     global_batch_size: int = field(
         default=64, metadata={"help": "samples of one optimizer step, over all ranks and accumulation steps"}
     )
@@ -195,6 +204,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
         if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
+        self._check_push()
         self._check_budget()
         self.check_flags()
         self._check_shards()
@@ -221,6 +231,17 @@ class RunArguments(TrackerArguments, ExactSettings):
                 f"a whole number from 1 to {MAX_INT}, or auto",
             )
             self.micro_batch_size = int(str(size))
+
+    def _check_push(self) -> None:
+        """``--push_to_hub`` names a repository, and goes with a training."""
+        if self.push_to_hub is None:
+            return
+        if self.eval_only:
+            raise InputError("--eval_only trains nothing, so --push_to_hub has nothing to upload: leave it out")
+        try:
+            validate_repo_id(self.push_to_hub)
+        except HFValidationError as error:
+            raise InputError(f"--push_to_hub {self.push_to_hub}: no name of a repository: {error}") from error
 
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""

@@ -28,6 +28,7 @@ PRECISION = "the precision is set before the script: accelerate launch --mixed_p
 ELSEWHERE = {
     "bf16": PRECISION.format("bf16"),
     "fp16": PRECISION.format("fp16"),
+    "hub_model_id": "--push_to_hub takes the name",
     "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
 }
 """Flags that people know from other programs, and their counterpart here."""
@@ -42,7 +43,7 @@ SELDOM = {
     *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "lora_dropout", "data_changed_ok"),
     *("lora_modules_to_save", "use_rslora", "use_dora"),
     *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum", "train_on_prompt"),
-    *("label_smoothing_factor", "class_weights", "problem_type"),
+    *("problem_type", "hub_private_repo", "adam_epsilon", "early_stopping_threshold"),
     *("mix_weights", "text_pair_column", "nested_classes", "skip_broken_images", "validation_fraction"),
     "show_labels",
 }

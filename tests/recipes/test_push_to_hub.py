@@ -1,0 +1,66 @@
+"""A run with ``--push_to_hub`` uploads ``final/`` once, when it is done, on any ranks; a failure costs nothing."""
+
+import json
+
+import pytest
+from hub_stand_in import hub_stand_in
+from huggingface_hub import constants
+
+RECIPE = "image_classification"
+TOKEN = "hf_" + "s" * 34
+SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--image_size", "16", "--max_steps", "1"]
+SHORT += ["--push_to_hub", "me/model"]
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_stand_in(monkeypatch, tmp_path / "caches") as be_the_hub:
+        yield be_the_hub
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_ranks_upload_the_model_once_and_the_token_is_nowhere(train_on_ranks, serve, tmp_path):
+    served = serve(404)
+    _, printed = train_on_ranks(2, *SHORT)
+    (commit,) = served.commits
+    assert commit == files_of(tmp_path / "run" / "final")
+    assert commit.keys() >= {"model.safetensors", "config.json", "README.md", "preprocessor_config.json"}
+    assert printed.endswith(f"the model is on the Hub: {served.url}/me/model\n")
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [content for content in (*written, printed.encode()) if TOKEN.encode() in content]
+
+
+def test_an_upload_that_fails_costs_nothing(train, serve, tmp_path, capsys):
+    served = serve(401)
+    served.failures = [401]
+    results = train(*SHORT)
+    assert results["steps"] == 1
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("warning: --push_to_hub me/model: ")
+    assert last.endswith(f"upload it with: hf upload me/model {tmp_path / 'run' / 'final'} --private")
+    assert (tmp_path / "run" / "run.log").read_text().splitlines()[-1] == last
+    train(*SHORT, "--resume")  # which writes the rest again
+    assert served.commits == [files_of(tmp_path / "run" / "final")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--push_to_hub", "a/b/c"], "--push_to_hub a/b/c: no name of a repository: "),
+        (["--push_to_hub", "no--name"], "--push_to_hub no--name: no name of a repository: "),
+        (["--push_to_hub", "model", "--eval_only"], "--eval_only trains nothing, so --push_to_hub has nothing"),
+        (["--push_to_hub", "me/model"], "--push_to_hub me/model needs a token: log in by `hf auth login`"),
+        (["--hub_model_id", "me/model"], "--hub_model_id is no flag of this recipe: --push_to_hub takes the name"),
+    ],
+)
+def test_a_mistake_ends_before_training(refuse, monkeypatch, tmp_path, flags, words):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert refuse(*SHORT[:-2], *flags).startswith(f"error: {words}")
