@@ -16,7 +16,7 @@ from memsave_recipes.models.slices import slices_of
 from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
-from memsave_recipes.run.trackers import log_metrics
+from memsave_recipes.run.trackers import alert, log_metrics
 from memsave_recipes.sharding.shards import callable_in_parts
 from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.text import ProgressBar
@@ -250,18 +250,18 @@ class TrainingRun:
             self._average.take_off()
         return self._report.state_dict()
 
-    def _check_metric(self, figures: dict[str, float]) -> None:
+    def _check_metric(self, figures: dict[str, Any]) -> None:
         """``--metric_for_best_model`` is a figure of the evaluations.
 
         Raises:
             InputError: it is none; the step has been saved.
         """
-        metric = self.args.metric_for_best_model
-        if metric not in figures:
+        metric, known = self.args.metric_for_best_model, scalars_of(figures)
+        if metric not in known:
             if self.step:
                 self._checkpoints.save(self.step, self._state_in_evaluation())
             raise InputError(
-                f"--metric_for_best_model {metric}: must be one of {', '.join(sorted(figures))}; go on with --resume"
+                f"--metric_for_best_model {metric}: must be one of {', '.join(sorted(known))}; go on with --resume"
             )
 
     def _stops_early(self) -> bool:
@@ -273,10 +273,12 @@ class TrainingRun:
         with self._report.clock.paused():
             self._checkpoints.save(self.step, self._report.state_dict())
         self.batches.end_after(self.step)
-        self.accelerator.print(
+        line = (
             f"--early_stopping_patience {patience}: the run ends after step {self.step}, as its last {patience} "
             f"evaluations were not better than a {self.args.metric_for_best_model} of {best:.4f}"
         )
+        self.accelerator.print(line)
+        alert(self.accelerator, "the run has ended early", line)
         return True
 
     def _make_average(self) -> WeightAverage | None:

@@ -33,14 +33,22 @@ def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys):
     assert_the_same_run(tmp_path / "run", straight)
 
 
-WEIGHTED = ["--label_smoothing_factor", "0.1", "--class_weights", "balanced"]
+FLOOR = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}']
+ALL = [*FLOOR, "--adam_beta2", "0.95", "--weight_decay", "0.1", "--ema_decay", "0.9", "--early_stopping_patience", "9"]
+WEIGHTED = ["--label_smoothing_factor", "0.1", "--class_weights", "balanced", "--train_last_blocks", "1"]
+MIXED = ["--augmentation", "random_resized_crop", "flip", "randaugment", "mixup", "cutmix", "erasing"]
 OPTIONS = {
-    "weighted-text_classification": ("text_classification", WEIGHTED),
+    "all-text_classification": ("text_classification", [*ALL, *WEIGHTED]),
+    "all-image_classification": (
+        "image_classification",
+        [*ALL, *MIXED, "--label_smoothing_factor", "0.1", "--freeze_backbone"],
+    ),
+    "all-language_modeling": ("language_modeling", [*ALL, "--train_last_blocks", "1"]),
     "selective": ("language_modeling", ["--activation_checkpointing", "selective"]),
     "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
     "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
 }
-OFTEN = [OPTIONS[name] for name in ("weighted-text_classification", "stochastic rounding")]
+OFTEN = [OPTIONS[name] for name in ("all-text_classification", "all-image_classification", "stochastic rounding")]
 
 
 @pytest.mark.parametrize(("recipe", "options"), sample(OFTEN, OPTIONS.values()), indirect=["recipe"], ids=OPTIONS)
