@@ -411,6 +411,6 @@ def test_the_flag_says_what_labels_are(load):
     with pytest.raises(InputError, match="row 1 has the label 0, and labels are lists of words or whole numbers"):
         load(rows, problem_type=MULTI)
     with pytest.raises(InputError, match="row 2 has the label many, and labels are finite numbers"):
-        load([rows[0], {"text": "b", "label": "many"}], problem_type=REGRESSION, suffix=".csv")
+        load([{"text": "a", "label": "0"}, {"text": "b", "label": "many"}], problem_type=REGRESSION, suffix=".csv")
     with pytest.raises(InputError, match="row 1 has the label nan"):
         load([{"text": "a", "label": "nan"}], problem_type=REGRESSION)

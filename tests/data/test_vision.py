@@ -161,7 +161,8 @@ def test_lists_of_classes_are_several_labels(tmp_path):
     assert [splits.train[index]["labels"].tolist() for index in range(3)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     assert splits.train[SampleKey(0, counted=False)]["labels"].isnan().all()
     assert "any number of them an image: multi_label_classification" in splits.notices[0]
-    evaluated = load(dataset=str(tmp_path / "set"), model_labels=("z", "x", "y"))
+    flags = images.ImageDataArguments(dataset=str(tmp_path / "set"), image_size=8)
+    evaluated = images.load_images(flags, seed=0, model_labels=("z", "x", "y"))
     assert evaluated.validation[1]["labels"].tolist() == [0, 1, 1]
 
 
@@ -172,19 +173,20 @@ def test_one_class_is_preferred_to_lists(tmp_path):
 
 
 def test_a_folder_with_metadata_has_lists_of_words(tmp_path):
+    folder = tmp_path / "set"
     labels = {"train": [["sea", "sky"], ["sky"], ["sand"]], "validation": [["sand", "sea"]]}
     for split, lists in labels.items():
-        (tmp_path / split).mkdir()
+        (folder / split).mkdir(parents=True)
         rows = [{"file_name": f"{number}.png", "labels": words} for number, words in enumerate(lists)]
         for row in rows:
-            picture().save(tmp_path / split / row["file_name"])
-        (tmp_path / split / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    splits = load(dataset=str(tmp_path))
+            picture().save(folder / split / row["file_name"])
+        (folder / split / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    splits = load(dataset=str(folder))
     assert splits.label_names == ("sand", "sea", "sky")
     assert splits.train[0]["labels"].tolist() == [0, 1, 1]
     assert splits.validation[0]["labels"].tolist() == [1, 1, 0]
-    (tmp_path / "validation" / "metadata.jsonl").write_text('{"file_name": "0.png", "labels": ["moon"]}')
-    assert "has validation images of classes that train has none of (moon)" in refusal(dataset=str(tmp_path))
+    (folder / "validation" / "metadata.jsonl").write_text('{"file_name": "0.png", "labels": ["moon"]}')
+    assert "has validation images of classes that train has none of (moon)" in refusal(dataset=str(folder))
 
 
 def test_of_several_classes_a_part_is_held_out(tmp_path):

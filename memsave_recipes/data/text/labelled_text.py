@@ -14,6 +14,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import isfinite
@@ -344,20 +345,13 @@ def _check_value(value: Any, ours: str, place: str, theirs: str, problem: Proble
 
 def _is_label(value: Any, problem: ProblemType) -> bool:
     if problem == REGRESSION:
-        is_number = isinstance(value, int | float) or (isinstance(value, str) and _is_float(value))
-        return is_number and not isinstance(value, bool) and isfinite(float(value))
+        with suppress(TypeError, ValueError, OverflowError):
+            return not isinstance(value, bool) and isfinite(float(value))
+        return False
     if problem == MULTI:
         is_list = isinstance(value, list) and all(isinstance(one, str | int) for one in value)
         return is_list and len(set(map(str, value))) == len(value)
     return isinstance(value, str | int)
-
-
-def _is_float(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _classes(tables: Sequence[_Table], problem: ProblemType) -> tuple[list[str], dict[str, int]]:
