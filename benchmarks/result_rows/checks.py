@@ -18,7 +18,7 @@ from memsave_recipes.text import format_bytes, read_json, sanitized
 from result_rows.rows import SCHEMA_VERSION, ResultRow
 
 MEMORY_SLACK = 1.1  # of a device's memory: sheets and drivers differ by less
-SHARES = ("accuracy", "f1", "f1_macro")
+SHARES = ("accuracy", "top5_accuracy", "f1", "f1_macro", "f1_micro")
 
 
 def read_row(path: Path) -> ResultRow:

@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 
+import datasets
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.data.vision.augmentation import TRANSFORMS
+from memsave_recipes.models import load
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.run.training_run import TrainingRun
 
@@ -49,7 +51,30 @@ def test_eval_only_evaluates_the_model_and_trains_nothing(train, tmp_path, capsy
     assert json.loads((folder / "results.json").read_text()) == evaluated
     assert not (folder / "final").exists()
     assert not (folder / "checkpoints").exists()
-    assert f"accuracy {evaluated['eval']['accuracy']:.4f}, loss" in capsys.readouterr().out
+    figures = ", ".join(f"{name} {evaluated['eval'][name]:.4f}" for name in ("accuracy", "top5_accuracy", "loss"))
+    assert figures in capsys.readouterr().out
+
+
+def test_several_labels_an_image_whatever_the_cut(train, tmp_path):
+    labels = datasets.List(datasets.ClassLabel(names=["red", "green", "blue"]))
+    folder = tmp_path / "colours"
+    folder.mkdir()
+    for split, number in (("train", 20), ("validation", 5)):
+        rows = {"image": [], "labels": []}
+        for at in range(number):
+            has = [at % 2, at // 2 % 2, at // 4 % 2]
+            rows["image"].append(Image.new("RGB", (32, 32), tuple(255 * one for one in has)))
+            rows["labels"].append([place for place, one in enumerate(has) if one])
+        features = datasets.Features({"image": datasets.Image(), "labels": labels})
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
+    flags = ["--model", "vgg_small", "--dataset", str(folder), "--image_size", "32", *SHORT, "--dtype", "float64"]
+    whole = train(*flags, "--micro_batch_size", "16", output="whole")
+    cut = train(*flags, "--micro_batch_size", "5", output="cut")
+    assert curve(tmp_path / "whole") == pytest.approx(curve(tmp_path / "cut"), rel=1e-9)
+    assert cut["eval"] == pytest.approx(whole["eval"], rel=1e-6)
+    assert whole["eval"].keys() == {"f1_micro", "f1_macro", "loss"}
+    assert {name: of_one["support"] for name, of_one in whole["classes"].items()} == {"red": 2, "green": 2, "blue": 1}
+    assert load(tmp_path / "whole").problem_type == "multi_label_classification"
 
 
 def test_what_a_run_leaves_behind(train, tmp_path):

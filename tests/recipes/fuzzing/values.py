@@ -139,9 +139,13 @@ TEXT = {
 }
 """What the recipes of text share."""
 
+LABELS = {
+    "label_smoothing_factor": real("0", "0.1", bad=("1", "2")),
+    "class_weights": Values(("balanced",), (None, *ODD_PATHS)),
+}
 FLAGS: dict[str, dict[str, Values]] = {
     "image_classification": {
-        **(RUN | OPTIMIZER | SAFETY),
+        **(RUN | OPTIMIZER | SAFETY | LABELS),
         "dataset": Values(("digits",), (None, *ODD_PATHS, "a/b", "digit")),
         "data_dir": Values(("f/images",), (None, *ODD_PATHS)),
         "image_size": whole("8", "16", "17", odd=("1", "2", "5", "1000000"), codes=(3,)),
@@ -175,7 +179,10 @@ FLAGS: dict[str, dict[str, Values]] = {
         "model_type": Values(("gpt2",), (None, "", "nothing", "resnet", "../gpt2"), ("bert", "t5", "clip")),
     },
     "text_classification": {
-        **(RUN | OPTIMIZER | SAFETY | LORA | TRANSFORMER | TEXT),
+        **(RUN | OPTIMIZER | SAFETY | LORA | TRANSFORMER | TEXT | LABELS),
+        "problem_type": Values(
+            ("single_label_classification",), (None, "", "x", "multi_label_classification"), ("regression",)
+        ),
         "train_file": Values(
             ("f/labelled.csv",),
             (None, *ODD_PATHS, "f/one_class.csv", "f/half.jsonl", "f/numbers.jsonl", "f/bytes.csv", "f/empty.csv"),
