@@ -10,6 +10,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import MULTI, REGRESSION, SINGLE, LabelLoss, label_of
+from memsave_recipes.models.convnets import ConvnetConfig
+from memsave_recipes.models.pretrained import read_labels, read_problem
 from memsave_recipes.training.evaluation import LabelArguments
 
 NAMES = ("cat", "dog", "eel")
@@ -126,3 +128,27 @@ def test_flags_that_cannot_be():
 
 def test_before_the_data_are_there_weights_are_ones():
     assert LabelArguments(class_weights="balanced").label_loss(SINGLE, NAMES).class_weights == (1.0, 1.0, 1.0)
+
+
+def test_what_labels_are_stands_beside_the_classes_of_adapters(tmp_path):
+    path = tmp_path / "id2label.json"
+    path.write_text(json.dumps({"0": "cat", "1": "dog", "problem_type": MULTI}))
+    assert read_labels(tmp_path) == {0: "cat", 1: "dog"}
+    assert read_problem(tmp_path) == MULTI
+    for content in (
+        '{"0": "cat", "1": "dog"}',
+        '{"0": "cat", "problem_type": "guess"}',
+        "[1]",
+    ):  # of before, and damaged
+        path.write_text(content)
+        assert read_problem(tmp_path) == SINGLE
+
+
+def test_what_labels_are_stands_in_the_configuration_of_our_networks(tmp_path):
+    options = {"architecture": "vgg_small", "label_names": NAMES, "image_size": 32, "dtype": torch.float32}
+    config = ConvnetConfig(**options, problem_type=MULTI)
+    config.save(tmp_path)
+    assert ConvnetConfig.read(tmp_path) == config
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "problem_type"}))
+    assert ConvnetConfig.read(tmp_path) == ConvnetConfig(**options)  # of an earlier version

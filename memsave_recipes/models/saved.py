@@ -153,7 +153,7 @@ def save_image_classifier(
     ).save_pretrained(folder)
     _save_labels(folder, label_names, problem_type)
     if architecture is not None:
-        of_labels = {"label_names": label_names, "problem_type": problem_type}
+        of_labels: dict[str, Any] = {"label_names": label_names, "problem_type": problem_type}
         config = ConvnetConfig(architecture=architecture, image_size=image_size, dtype=dtype, **of_labels)
         config.save(folder)
 
@@ -335,7 +335,7 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
         if of_text.pad_token_id is None:
             of_text.pad_token_id = processor.pad_token_id
     adapted = load_adapters(model, path, task_type=kind, source=str(path)).eval()
-    labels = {"label_names": tuple(names.values()), "problem_type": read_problem(path)}
+    labels: dict[str, Any] = {"label_names": tuple(names.values()), "problem_type": read_problem(path)}
     return SavedModel(model=adapted, task=task, processor=processor, **labels)
 
 

@@ -207,7 +207,7 @@ def evaluate_classifier(
     mean = sum_over_ranks(accelerator, losses, exact=exact).item() / len(references)
     if problem_type == REGRESSION:
         return {**_of_numbers(predictions, references), "loss": mean}
-    figures = {}
+    figures: dict[str, Any] = {}
     if problem_type == SINGLE:
         average = ("binary" if logits.shape[-1] == 2 else "macro") if with_f1 else None
         top, is_among_top = predictions[:, 0], predictions[:, 1:]
@@ -245,7 +245,8 @@ def _of_classes(predictions: Tensor, references: Tensor, label_names: Sequence[s
     """Return the figures of each class, and of indicators (N, C) F1 over all."""
     from sklearn.metrics import confusion_matrix, f1_score, precision_recall_fscore_support
 
-    both, figures = (references.numpy(), predictions.numpy()), {}
+    both = references.numpy(), predictions.numpy()
+    figures: dict[str, Any] = {}
     if references.ndim > 1:
         averages = ("micro", "macro")
         figures = {f"f1_{one}": float(f1_score(*both, average=one, zero_division=0)) for one in averages}

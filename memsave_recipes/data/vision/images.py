@@ -283,7 +283,7 @@ def check_labels(splits: Splits, source: str) -> None:
         _refuse_unknown([names[label] for label in asked - known], source)
 
 
-def _all_classes(rows: datasets.Dataset) -> list[int]:
+def _all_classes(rows: datasets.Dataset) -> list[Any]:
     """List the classes of all images, one after another."""
     labels = rows["label"][:]
     if isinstance(rows.features["label"], datasets.List):
