@@ -248,20 +248,20 @@ def last_blocks(model: nn.Module, count: int) -> set[nn.Parameter]:
     Raises:
         InputError: there are fewer blocks.
     """
+    head = _outside_the_backbone(model)  # which ResNet has in a sequence, as its blocks
     blocks = [block for stack in find_stacks(model) for block in stack.blocks]
-    weights = [own for own in ({p for m in block.modules for p in m.parameters()} for block in blocks) if own]
+    weights = [{p for module in block.modules for p in module.parameters()} - head for block in blocks]
+    weights = [own for own in weights if own]
     if count > len(weights):
         raise InputError(f"--train_last_blocks {count}: {type(model).__name__} has {len(weights)} blocks with weights")
     inside: set[nn.Parameter] = set().union(*weights)
     last: set[nn.Parameter] = set().union(*weights[-count:])
-    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    head = set() if output is None else set(output.parameters())
     named = list(model.named_parameters())
     begin = next(at for at, (_, parameter) in enumerate(named) if parameter in last)
     for at, (name, parameter) in enumerate(named):
         is_behind = at > begin and "embed" not in name  # BART registers the norm of its embeddings behind its layers
-        if parameter not in inside and (is_behind or "final" in name or (at > begin and parameter in head)):
-            last.add(parameter)  # OPT registers its final norm before its layers
+        if parameter not in inside and (is_behind or "final" in name):  # OPT its last norm before them
+            last.add(parameter)
     return last
 
 

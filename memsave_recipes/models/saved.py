@@ -4,8 +4,8 @@ NOTE [ files of final/ ]
 1. *transformers' models* have their own layout, with the image processor or the tokenizer next to the weights, so that
    ``from_pretrained`` and ``pipeline`` open the folder. ``Layout`` is that of their weights.
 2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnets.py``, and an image processor.
-3. *Adapters* have peft's layout and the tokenizer. A ``config.json`` would make transformers take the folder for a
-   whole model, so the names of the classes, and what labels are, stand in ``id2label.json``.
+3. *Adapters* have peft's layout and the tokenizer or image processor. A ``config.json`` would make transformers take
+   the folder for a whole model, so the names of the classes, and what labels are, stand in ``id2label.json``.
 4. *Images* are resized and normalised by ``BitImageProcessor``, which can both squash and crop. Its PIL backend gives
    the pixels of training, up to rounding of the normalisation; its torchvision backend rounds resized pixels otherwise.
 """
@@ -209,7 +209,7 @@ def save_text_processor(
 def _save_labels(folder: Path, label_names: Sequence[str], problem_type: ProblemType) -> None:
     """Write the classes of adapters, and what labels are: beside adapters there is no ``config.json``."""
     if is_adapter(folder):
-        content = {**dict(enumerate(label_names)), "problem_type": problem_type}
+        content: dict[Any, str] = {**dict(enumerate(label_names)), "problem_type": problem_type}
         (folder / LABELS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
