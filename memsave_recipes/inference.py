@@ -246,9 +246,9 @@ def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> A
     return tokenizer(values, padding=True, return_tensors="pt")
 
 
-def _as_chat(value: Any) -> Conversation:
+def _as_chat(value: str | Conversation) -> Conversation:
     asked: Conversation = {"messages": [{"role": "user", "content": value}], "tools": None}
-    return value if isinstance(value, dict) else asked
+    return asked if isinstance(value, str) else value
 
 
 @contextmanager

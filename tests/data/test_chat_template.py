@@ -303,7 +303,7 @@ def test_results_of_tools_are_taken_where_the_template_writes_them(tokenizer):
 FORGETFUL = {  # a piece of the template, another in its place, and what it drops
     "tools": ("tool | tojson + '\n'", "''", "tools"),
     "calls": ("call.function.arguments | tojson", "''", "tool calls"),
-    "all calls but the first": ("message.tool_calls or []", "message.tool_calls[:1]", "tool calls"),
+    "all calls but the first": ("message.tool_calls or []", "(message.tool_calls or [])[:1]", "tool calls"),
     "results": ("{%- else %}{{- message.content +", "{%- else %}{{- ('' if message.role == 'tool' else 'a') +", "tool"),
 }
 

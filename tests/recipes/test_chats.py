@@ -114,7 +114,7 @@ def test_what_is_saved_replies_by_its_template_and_stops(train, tmp_path, chats,
 
 
 def test_labels_are_green_on_a_terminal_and_short(chats, pretrained, tmp_path, capsys, monkeypatch, caplog):
-    rows = [{"messages": turns("a" * 300, "b" * 300, *["c", "d"] * 20)}] * 2
+    rows = [{"messages": [*turns("a" * 300, "b" * 300), *turns(*["c", "d"] * 9), *turns(*["c", "d"] * 9)]}] * 2
     path = write_rows(tmp_path / "long.jsonl", rows)
     flags = RowArguments(train_file=[path], validation_file=[path], block_size=4096)
     loaded = load_rows(flags, tokenizer_name=pretrained)

@@ -6,9 +6,9 @@ NOTE [ the assistant's tokens ]
    before it with the generation prompt. The mark that ends the turn counts, or the model would not learn to stop; white
    space behind it does not. Where a turn in the middle has another mark than the last one (gpt-oss), each counts.
 3. Some templates change earlier turns when later ones follow: Qwen3 drops their reasoning, some of Mistral's move the
-   system message into the last question. There the conversation is rendered once more with another content in the
-   place of the turn: what stays the same is not the content. The turn begins behind the generation prompt, or behind
-   as much of that as is there: some open a ``<think>`` that a reply may lack.
+   system message into the last question. There the conversation is rendered once more with another content, other
+   reasoning and other arguments of calls in the turn: what stays the same is none of these. The turn begins behind the
+   generation prompt, or behind as much of that as is there: some open a ``<think>`` that a reply may lack.
 4. What neither finds is refused, and so is reasoning that a content writes itself and the template once more, and a
    template that drops a system message, tools, a call or its result without a word. It may drop separate reasoning,
    as many do in earlier turns, and the text beside a call; these are counted.
@@ -287,9 +287,9 @@ class _Template:
     def _joins_texts(self) -> bool:
         """Whether the arguments of calls have to be JSON texts, as DeepSeek's template joins them to others."""
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        asked: list[Any] = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "", CALLS: [call]}]
         try:
-            self.tokenizer.apply_chat_template([{"role": "user", "content": "c"}, turn], tokenize=False)
+            self.tokenizer.apply_chat_template(asked, tokenize=False)
         except Exception as error:  # a template may also refuse it for other reasons
             return isinstance(error, TypeError)
         return False
