@@ -61,7 +61,10 @@ OF_EVALUATION = "eval_"  # begins the key of a figure of the evaluation
 # These two change the loss alone: the memory and speed of runs that differ in them are comparable.
 OF_THE_LOSS_ALONE = {"steps", "seed"}
 # Flags without an influence on training, which no list of differences names.
-INCIDENTAL_FLAGS = {"output_dir", "overwrite", "report_to", "project", "run_name", "tags", "resume", "verify"}
+INCIDENTAL_FLAGS = {
+    *("output_dir", "overwrite", "report_to", "project", "run_name", "tags", "resume", "verify"),
+    *("push_to_hub", "hub_private_repo"),
+}
 DERIVED_FROM_FLAGS = ("plan.", "geometry.")  # and shown in the table
 # Metrics of an evaluation; a terminal shows the first of them that was recorded.
 METRICS = ("accuracy", "f1", "f1_micro", "pearson", "bits_per_byte", "loss")

@@ -3,11 +3,13 @@
 import importlib.util
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from memsave_recipes import cli
 
@@ -43,11 +45,15 @@ def help_of(main, words, capsys):
     return capsys.readouterr().out
 
 
-def main_of(recipe):
+def module_of(recipe):
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
+    return module
+
+
+def main_of(recipe):
+    return module_of(recipe).main
 
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
@@ -74,6 +80,19 @@ def test_the_recipe_of_the_page_resumes_both_models_and_both_optimizers(tmp_path
     straight, again = (load_file(tmp_path / folder / TRAINED) for folder in ("straight", "again"))
     assert any("momentum_buffer" in name for name in straight)
     assert {name for name in straight if not straight[name].equal(again[name])} == set()
+
+
+def test_flags_of_other_programs_are_named_by_flags_of_ours():
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    table = page.partition("## What other programs call it")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    recipes = ("image_classification", "language_modeling", "text_classification")
+    flags = {field.name for name in recipes for field in fields(module_of(ROOT / f"recipes/{name}.py").Arguments)}
+    ours = [name for row in rows for name in re.findall(r"--(\w+)", row[0])]
+    assert len(ours) > 40
+    assert set(ours) <= flags
+    of_trainer = [name for row in rows for name in re.findall(r"`([a-z]\w+)`", row[1])]
+    assert set(of_trainer) <= {field.name for field in fields(TrainingArguments)}
 
 
 def test_the_readme_is_short():

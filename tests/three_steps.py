@@ -12,7 +12,14 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from memsave_recipes.run import trackers
-from memsave_recipes.run.trackers import RunLabels, finish_trackers, log_metrics, resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import (
+    RunLabels,
+    alert,
+    finish_trackers,
+    log_metrics,
+    resolve_trackers,
+    start_trackers,
+)
 
 CONFIG = {"seed": 0, "plan": {"strategy": "segments:2", "spans": [3, 8]}}
 LABELS = {
@@ -23,6 +30,7 @@ LABELS = {
 }
 RESULTS = {"steps": 3, "model": "vgg11", "eval": {"accuracy": 0.95}, "memory": {"peak_allocated_gib": 1 / 3}}
 FLAT_RESULTS = {"result/steps": 3, "result/eval/accuracy": 0.95, "result/memory/peak_allocated_gib": 1 / 3}
+ALERT = {"title": "skipped steps", "text": "1 of at most 2 up to step 3: not finite"}
 ROWS = [{"step": step, "train/loss": 1 / step} for step in (1, 2, 3)]
 
 
@@ -32,6 +40,7 @@ def run(accelerator: Accelerator, folder: Path, name: str = LABELS["name"]) -> N
     print(f"training starts after {time.monotonic() - began:.1f} s")
     for row in ROWS:
         log_metrics(accelerator, {"train/loss": row["train/loss"]}, row["step"])
+    alert(accelerator, **ALERT)
     print(f"last step at {time.time():.1f}")
     finish_trackers(accelerator, RESULTS)
     print("the run is done")

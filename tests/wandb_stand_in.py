@@ -51,6 +51,7 @@ class WandbStandIn(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.runs: dict[str, Run] = {}
         self.operations: list[str] = []
+        self.alerts: list[dict[str, Any]] = []
         self.closing = threading.Event()
         self._failure: int | str | None = None
         self._first_to_fail: str | None = None
@@ -93,6 +94,9 @@ class WandbStandIn(ThreadingHTTPServer):
                 return {"upsertBucket": self._upsert(variables)}
             if operation == "CreateRunFiles":
                 return {"createRunFiles": self._file_urls(variables["run"], variables["files"])}
+            if operation == "NotifyScriptableRunAlert":
+                self.alerts.append({key: variables[key] for key in ("title", "text")})
+                return {"notifyScriptableRunAlert": {"success": True}}
             return {}
 
     def take_lines(self, run_id: str, message: dict[str, Any]) -> None:

@@ -138,7 +138,9 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
 
 def describe_early_end(error: BaseException) -> tuple[str, str]:
     """Return the title and the text of an alert on the error that has ended a run."""
-    without_memory = is_out_of_memory(error) or exit_code_of_another_rank() == OUT_OF_MEMORY
+    without_memory = is_out_of_memory(error)
+    if isinstance(error, RuntimeError) and not without_memory:  # it may be a lost rank
+        without_memory = exit_code_of_another_rank() == OUT_OF_MEMORY
     text = error.message if isinstance(error, StoppedBySignal) else first_line(error)
     return "out of memory" if without_memory else "the run has ended early", text
 

@@ -11,7 +11,7 @@ from lives import loaded
 from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[2]
-PRESETS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
+PRESETS = sorted(path for path in (ROOT / "recipes/configs").glob("*.yaml") if path.stem != "sweep")  # run/test_sweep
 COMMAND = re.compile(r"accelerate launch .*?(recipes/\w+\.py)(.*)$")
 
 

@@ -1,10 +1,12 @@
 """A run with ``--push_to_hub`` uploads ``final/`` once, when it is done, on any ranks; a failure costs nothing."""
 
 import json
+from functools import partial
 
 import pytest
-from hub_stand_in import hub_stand_in
+from hub_stand_in import ask_at, hub_stand_in, use_caches_in
 from huggingface_hub import constants
+from lives import be_rank
 
 RECIPE = "image_classification"
 TOKEN = "hf_" + "s" * 34
@@ -23,9 +25,19 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_two_ranks_upload_the_model_once_and_the_token_is_nowhere(train_on_ranks, serve, tmp_path):
+def be_rank_at(accelerator, *, url, folder):
+    """A rank of a run in ``folder``, with the server at ``url`` as its Hub; returns what it printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", TOKEN)
+        use_caches_in(patch, folder / "caches")
+        ask_at(patch, url)
+        flags = [*SHORT, "--report_to", "none", "--output_dir", str(folder / "run")]
+        return be_rank(accelerator, recipe=RECIPE, words=flags)[1]
+
+
+def test_two_ranks_upload_the_model_once_and_the_token_is_nowhere(run_on_ranks, serve, tmp_path):
     served = serve(404)
-    _, printed = train_on_ranks(2, *SHORT)
+    printed = "".join(run_on_ranks(partial(be_rank_at, url=served.url, folder=tmp_path), 2, timeout_s=150))
     (commit,) = served.commits
     assert commit == files_of(tmp_path / "run" / "final")
     assert commit.keys() >= {"model.safetensors", "config.json", "README.md", "preprocessor_config.json"}

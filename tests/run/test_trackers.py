@@ -19,7 +19,14 @@ from accelerate.tracking import GeneralTracker
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.run import trackers
-from memsave_recipes.run.trackers import RunLabels, finish_trackers, log_metrics, resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import (
+    RunLabels,
+    alert,
+    finish_trackers,
+    log_metrics,
+    resolve_trackers,
+    start_trackers,
+)
 
 MakeAccelerator = Callable[..., Accelerator]
 Rows = list[dict[str, object]]
@@ -130,6 +137,45 @@ class Broken(GeneralTracker):
         raise ConnectionError(f"no {self.method}")
 
 
+class Alerting(GeneralTracker):
+    """Keeps alerts, or fails at them."""
+
+    name = "alerting"
+    requires_logging_directory = False
+
+    def __init__(self, error: Exception | None = None):
+        super().__init__()
+        self.error = error
+        self.alerts: list[tuple[str, str]] = []
+
+    @property
+    def tracker(self) -> "Alerting":
+        return self
+
+    def start(self) -> None: ...
+
+    def log(self, values: dict, step: int | None, **options: object) -> None: ...
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_alert_reaches_each_tracker_that_has_one_and_a_failure_only_warns(
+    make_accelerator: MakeAccelerator, start: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, healthy = Alerting(ConnectionError("no network")), Alerting()
+    trackers._warn_once.cache_clear()
+    accelerator = make_accelerator(["none"], broken, healthy)
+    start(accelerator)
+    alert(accelerator, "out of memory", "in step 3")
+    assert broken.alerts == healthy.alerts == [("out of memory", "in step 3")]
+    assert caplog.messages == ["alerting could not alert, the run goes on without: ConnectionError: no network"]
+    finish_trackers(accelerator, {})
+    assert rows_of(tmp_path) == []
+
+
 @pytest.mark.parametrize(("method", "calls"), [("start", 1), ("log", 4), ("finish", 1)])
 def test_a_broken_tracker_only_warns(
     method: str,
@@ -175,20 +221,22 @@ def test_trackio_keeps_the_run_in_its_store_without_asking_the_hub(
     assert second.startswith("last step")
     assert others == ["trackio: trackio show --project memsave", "the run is done"]
     assert rows_of(tmp_path / "out") == expected_rows
-    name, config, rows = _read_trackio(tmp_path / "store")
+    name, config, rows, alerts = _read_trackio(tmp_path / "store")
     labels = three_steps.LABELS
     assert name == labels["name"]
     told = {**three_steps.CONFIG, "tags": labels["tags"], "_Group": labels["group"]}
     assert {key: config[key] for key in told} == told
     assert [{key: value for key, value in row.items() if key != "timestamp"} for row in rows] == expected_rows
+    assert [{key: alert[key] for key in three_steps.ALERT} for alert in alerts] == [three_steps.ALERT]
 
 
-def _read_trackio(store: Path) -> tuple[str, dict, list[dict]]:
+def _read_trackio(store: Path) -> tuple[str, dict, list[dict], list[dict]]:
     read = """
 import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
 (run,) = trackio.Api().runs("memsave")
-print(json.dumps([run.name, run.config, SQLiteStorage.get_logs("memsave", run.name)]))
+logs, alerts = SQLiteStorage.get_logs("memsave", run.name), SQLiteStorage.get_alerts("memsave")
+print(json.dumps([run.name, run.config, logs, alerts]))
 """
     env = {**os.environ, "TRACKIO_DIR": str(store)}
     done = subprocess.run([sys.executable, "-c", read], env=env, capture_output=True, text=True, check=True)

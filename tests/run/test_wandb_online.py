@@ -32,6 +32,7 @@ def test_two_runs_are_told_apart(launch: Callable, wandb_server: Any) -> None:
         assert three_steps.FLAT_RESULTS.items() <= run.summary.items()
         assert run.exit_code == 0
         assert run.files.keys() >= {"config.yaml", "wandb-summary.json", "requirements.txt"}
+    assert wandb_server.alerts == [three_steps.ALERT] * len(names)
 
 
 def test_two_ranks_of_a_recipe_are_one_run(wandb_server: Any, tmp_path: Path) -> None:
