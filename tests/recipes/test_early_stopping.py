@@ -67,7 +67,9 @@ def test_small_gains_do_not_count(train, tmp_path):
 def test_a_figure_that_evaluations_do_not_have_costs_no_step(train, ending, tmp_path):
     code, line = ending(*IMAGES, "--metric_for_best_model", "f2")
     assert code == 2
-    assert line == "error: --metric_for_best_model f2: must be one of accuracy, loss, top5_accuracy; go on with --resume"
+    assert (
+        line == "error: --metric_for_best_model f2: must be one of accuracy, loss, top5_accuracy; go on with --resume"
+    )
     assert json.loads((tmp_path / "run/checkpoints/step-3/record.json").read_text())
     assert train(*IMAGES, "--metric_for_best_model", "accuracy", "--resume")["steps"] == 10
 

@@ -15,6 +15,7 @@ from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 SWEEP = ROOT / "recipes/configs/sweep.yaml"
+MODEL = ["--model", "densenet_small", "--output_dir", "out"]
 ACCELERATE = """#!/bin/sh
 printf '%s\\n' "$@" > "$WORDS_IN"
 """
@@ -85,6 +86,6 @@ def test_every_value_of_the_grid_is_one_that_the_recipe_takes() -> None:
     with loaded("image_classification") as recipe:
         for name, parameter in sweep["parameters"].items():
             for value in parameter["values"]:
-                (args,) = parse_arguments(recipe.Arguments, args=["--output_dir", "out", f"--{name}={value}"])
+                (args,) = parse_arguments(recipe.Arguments, args=[*MODEL, f"--{name}={value}"])
                 assert getattr(args, name) == value
     assert sweep["metric"]["name"] == "eval/loss"  # a key of metrics.jsonl
