@@ -67,7 +67,8 @@ def test_several_labels_an_image_whatever_the_cut(train, tmp_path):
             rows["labels"].append([place for place, one in enumerate(has) if one])
         features = datasets.Features({"image": datasets.Image(), "labels": labels})
         datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
-    flags = ["--model", "vgg_small", "--dataset", str(folder), "--image_size", "32", *SHORT, "--dtype", "float64"]
+    exact = ["--dtype", "float64", "--dropout", "0", "--augmentation", "none"]
+    flags = [*MODEL_FLAGS["vit"], "--dataset", str(folder), "--image_size", "32", *SHORT, *exact]
     whole = train(*flags, "--micro_batch_size", "16", output="whole")
     cut = train(*flags, "--micro_batch_size", "5", output="cut")
     assert curve(tmp_path / "whole") == pytest.approx(curve(tmp_path / "cut"), rel=1e-9)
