@@ -262,8 +262,9 @@ class StepTracer:
         )
         with kept_by_policy() as kept:
             outputs = run(*inputs)
-        self.parts[-1].saved |= kept
         given = _output_of(outputs, taken)
+        if any(tensor.requires_grad for tensor in given):  # else no graph holds what the policy keeps
+            self.parts[-1].saved |= kept
         self._begin(Part(None, self._storages(given)), given)
         return outputs
 

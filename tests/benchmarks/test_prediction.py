@@ -44,6 +44,7 @@ FROZEN_CASES = [
     *(("ResNet", LORA, strategy) for strategy in ("none", "budget")),
     ("ViT", FREEZE, "segments:2"),
     *(("ViT", LAST, strategy) for strategy in ("none", "segments:2")),
+    ("ViT", "--train_last_blocks 2", "budget"),
     *(("ViT", LORA, strategy) for strategy in ("full", "budget")),
     ("ViT", f"{LORA} --use_dora", "segments:2"),
     ("BERT", FREEZE, "full"),
@@ -56,12 +57,6 @@ FROZEN_CASES = [
     [
         pytest.param(*case, marks=[] if case == ("VGG", LAST, "segments:2") else pytest.mark.slow)
         for case in FROZEN_CASES
-    ]
-    + [
-        pytest.param(
-            *("ViT", "--train_last_blocks 2", "budget"),
-            marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason="predicted 10.6 % too low")],
-        )
     ],
 )
 def test_where_a_part_is_frozen_no_prediction_is_too_low(model, trains, strategy):
