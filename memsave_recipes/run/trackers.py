@@ -217,8 +217,8 @@ def alert(accelerator: Accelerator, title: str, text: str) -> None:
         title: of at most 64 characters; W&B drops a second alert of the same title within a minute.
     """
     for tracker in accelerator.trackers:
-        if hasattr(tracker.tracker, "alert"):
-            with _nonfatal(tracker.name, "alert"), redirect_stdout(io.StringIO()):
+        with _nonfatal(tracker.name, "alert"), redirect_stdout(io.StringIO()):
+            if hasattr(tracker.tracker, "alert"):
                 tracker.tracker.alert(title=title, text=text)
 
 
