@@ -11,7 +11,12 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or to ask for a GPU would s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from getpass import getuser
 from pathlib import Path
+from tempfile import gettempdir
+
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # by which torch's cache of compiled kernels tells none apart
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{getuser()}_{capability}")
 
 import pytest
 import torch

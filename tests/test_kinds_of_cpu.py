@@ -27,7 +27,7 @@ PEAK = "profiling/test_block_costs.py::test_predicted_peaks_are_those_that_are_m
 EQUALITY = "activations/test_equal_to_plain.py::test_every_strategy_with_every_k[vit-bf16]"
 MUON = "training/test_update_rules.py::test_its_memory_is_predicted"
 RESUMED = [
-    f"recipes/test_resume.py::test_{one}" for one in ("killed_and_resumed", "every_recipe[none-text_classification]")
+    f"recipes/test_resume.py::test_{one}" for one in ("killed_and_resumed", "every_recipe[all-text_classification]")
 ]
 BITS = [*RESUMED, "activations/test_equal_to_plain.py", "training/test_ddp_with_plans.py"]
 PREDICTIONS = ["profiling/test_block_costs.py", MUON, "activations/test_nested.py"]

@@ -23,6 +23,8 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers
@@ -37,6 +39,7 @@ MOST_CLASSES = 50
 LOGIN_TIMEOUT_S = 5
 INIT_TIMEOUT_S = 8.0
 FINISH_TIMEOUT_S = 15.0
+ALERT_TIMEOUT_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +221,19 @@ def alert(accelerator: Accelerator, title: str, text: str) -> None:
     """
     for tracker in accelerator.trackers:
         with _nonfatal(tracker.name, "alert"), redirect_stdout(io.StringIO()):
+            if tracker.name == "wandb" and not tracker.tracker.offline:
+                _check_that_it_answers(tracker.tracker.settings.base_url)
             if hasattr(tracker.tracker, "alert"):
                 tracker.tracker.alert(title=title, text=text)
+
+
+def _check_that_it_answers(url: str) -> None:
+    """Raise where a server is lost: W&B's own process would try an alert for minutes before it lets the run end."""
+    try:
+        urlopen(url, timeout=ALERT_TIMEOUT_S).close()
+    except HTTPError as error:
+        if error.code >= 500:
+            raise
 
 
 def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:

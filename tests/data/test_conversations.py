@@ -30,10 +30,14 @@ def write(tmp_path):
                 with open(path, "w", newline="") as file:
                     writer = csv.DictWriter(file, rows[0])
                     writer.writeheader()
-                    writer.writerows({key: json.dumps(value) for key, value in row.items()} for row in rows)
+                    writer.writerows(map(as_texts, rows))
         return str(path)
 
     return write
+
+
+def as_texts(row):
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
 
 
 def load(path, validation=None):
@@ -252,8 +256,14 @@ NEW_FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "chats.csv"])
-@pytest.mark.parametrize("row", NEW_FORMATS.values(), ids=NEW_FORMATS)
+FILES = ("chats.jsonl", "chats.parquet", "chats.csv")
+CANNOT_HOLD = {("texts in parts", "chats.parquet")}  # a column of texts and of lists
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [(row, file) for kind, row in NEW_FORMATS.items() for file in FILES if (kind, file) not in CANNOT_HOLD],
+)
 def test_calls_are_the_same_however_they_are_written(write, row, name):
     """A Parquet file gives each struct the keys of all: the other tool's parameters, the other call's arguments."""
     path = write([row, row], name)
