@@ -34,6 +34,7 @@ from zoo.tiny import tiny_config
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import ClassifierTrainingArguments, LoraArguments, load_adapters, train_part
+from memsave_recipes.models.image_classifiers import train_part_of_images
 
 ROWS = Path("docs/results/zoo_heads.jsonl")
 CLASSIFIER = "SEQ_CLS"
@@ -98,7 +99,11 @@ def row_of(model: Architecture, flags: str | None = None) -> str:
         except Exception as error:
             return shortened(f"not built: {type(error).__name__}: {error}")
         try:
-            trained = changed(train_part(new, asked, task_type=CLASSIFIER if of_text else None))
+            size = batch_of(auto_class, kind).get("pixel_values", torch.empty(0)).shape[-1]
+            train = (
+                partial(train_part, task_type=CLASSIFIER) if of_text else partial(train_part_of_images, image_size=size)
+            )
+            trained = changed(train(new, flags=asked))
             trained.save_pretrained(final)
             opened = _opened(base, final, auto_class) if asked.lora else [load(final, 2, auto_class=auto_class)]
             found = [logits(one, kind, auto_class) for one in (trained, *opened)]
