@@ -32,7 +32,8 @@ def test_final_is_the_average_of_the_steps(train, tmp_path):
     assert [row["train/loss"] for row in rows_of(tmp_path / "run") if "train/loss" in row] == [
         row["train/loss"] for row in rows_of(tmp_path / "plain") if "train/loss" in row
     ]
-    again = train("--eval_only", "--model_name_or_path", tmp_path / "run/final", output="again")
+    model = ["--model_name_or_path", tmp_path / "run/final", "--global_batch_size", "8"]  # in the same micro-batches
+    again = train("--eval_only", *model, output="again")
     assert again["eval"] == results["eval"]
 
 
