@@ -83,8 +83,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     with run.main_process_first():
         labels, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
         images = load_images(args, seed=args.seed, model_labels=labels, grey_bits=grey_bits)
-    loss = args.label_loss(images.problem_type, images.label_names, images.train.rows["label"][:])
-    batches = run.global_batches(images.train, weights=loss.weights_of(images.train.rows["label"][:]))
+    of_train = images.train.rows["label"][:]
+    loss = args.label_loss(images.problem_type, images.label_names, of_train)
+    batches = run.global_batches(images.train, weights=loss.weights_of(of_train))
 
     # Model and optimizer
     task = describe(args, images.label_names, loss)

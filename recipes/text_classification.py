@@ -95,9 +95,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         of_scratch = {"vocab_size": args.vocab_size, "model_type": args.model_type}
         tokenizer = load_text_tokenizer(source, texts, flag=flag, **of_scratch, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
-    loss = args.label_loss(texts.problem_type, texts.label_names, tokens.train.rows["label"][:])
-    weights = loss.weights_of(tokens.train.rows["label"][:])
-    batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate, weights=weights)
+    of_train = tokens.train.rows["label"][:]
+    loss = args.label_loss(texts.problem_type, texts.label_names, of_train)
+    batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate, weights=loss.weights_of(of_train))
 
     # Model, adapters and optimizer
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]

@@ -239,9 +239,9 @@ def _check_that_it_answers(url: str) -> None:
 def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
     """Write ``results`` as flat ``result/*`` keys into every tracker, close them, and end the process group.
 
-    They belong to the last step, ``results["steps"]``; a run that stops before it has none. Of more than 50 classes
-    those of each class are left out. The summary of W&B takes
-    figures and words, the curves of the others figures alone. Print where the runs are to be seen.
+    They belong to the last step, ``results["steps"]``; a run that stops before it has none. Figures of each class are
+    left out where there are more than ``MOST_CLASSES``. The summary of W&B takes figures and words, the curves of the
+    others figures alone. Print where the runs are to be seen.
     """
     shown = {key: value for key, value in results.items() if key != "classes" or len(value) <= MOST_CLASSES}
     named = {f"result/{key}": value for key, value in flat(shown, "/").items()}
