@@ -64,6 +64,16 @@ def test_two_ranks_evaluate_and_save_it(train, train_on_ranks, tmp_path, flags):
     assert all(torch.allclose(final[name], of_one[name], atol=1e-4) for name in of_one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--async_save"]])
+def test_shards_of_it_go_on(train_on_ranks, tmp_path, more):
+    flags = [*IMAGES, *AVERAGED, "--shard", "full", "--lr_scheduler_type", "constant", "--save_every", "2"]
+    train_on_ranks(2, *flags, output="straight")
+    train_on_ranks(2, *flags, *more, "--max_steps", "4")
+    train_on_ranks(2, *flags, *more, "--resume")
+    assert_the_same_weights(tmp_path / "run/final", tmp_path / "straight/final")
+
+
 @pytest.mark.parametrize("recipe", sample(["language_modeling"], FLAGS), indirect=True)
 def test_its_bytes_are_predicted(recipe, train):
     """By a plan for a budget, which measures the run's own step."""
