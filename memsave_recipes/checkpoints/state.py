@@ -362,7 +362,7 @@ def _pack(tree: PyTree, path: str, tensors: dict[str, Tensor], seen: dict[Any, s
             return tree
         case Tensor():
             name = seen.setdefault(_identity(tree, path), path)
-            tensors.setdefault(name, tree.detach())
+            tensors.setdefault(name, tree.detach() if tree.requires_grad else tree)
             return {"tensor": name} if tree.is_contiguous() else {"tensor": name, "strides": _strides(tree)}
         case dict():
             return {"dict": [[_key(key), _pack(tree[key], f"{path}.{key}", tensors, seen)] for key in tree]}

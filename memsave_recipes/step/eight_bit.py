@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsave_recipes.sharding.tensors import cut_like, first_row, local, num_parts, with_part
+from memsave_recipes.step.host_state import StateOnHost, waits
 from memsave_recipes.step.update_rules import BITSANDBYTES_BLOCK, has_8bit_state, part_numel
 
 MOMENTS = {"1": "dynamic", "2": "udynamic"}
@@ -29,6 +30,8 @@ MOMENTS = {"1": "dynamic", "2": "udynamic"}
 
 class AdamW8bitInParts(AdamW8bit):
     """``AdamW8bit`` of which parameters may be in shards: NOTE [ 8 bits in shards ]."""
+
+    on_host: StateOnHost | None = None
 
     def __init__(self, parameters: list[dict[str, Any]], **of_adamw: Any) -> None:
         self._untyped.__init__(parameters, **of_adamw)
@@ -69,7 +72,10 @@ class AdamW8bitInParts(AdamW8bit):
         """Load a state that was saved by whole weights or in shards over any number of ranks: rule 3."""
         stepped = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {number: self._fitted(entry, stepped[number]) for number, entry in state_dict["state"].items()}
-        self._untyped.load_state_dict({**state_dict, "state": state}, move_to_device)
+        self._untyped.load_state_dict({**state_dict, "state": state}, move_to_device and self.on_host is None)
+        for parameter, entry in self.state.items() if self.on_host is not None else ():
+            small = {key: value for key, value in entry.items() if isinstance(value, Tensor) and not waits(value)}
+            entry.update({key: value.to(parameter.device) for key, value in small.items()})
 
     def _fitted(self, entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         key = self._FSDP_WRAPPED_QUANT_STATE_KEY

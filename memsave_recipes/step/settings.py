@@ -124,6 +124,7 @@ class OptimizerSettings:
         optimizer: ``adamw``, ``muon``, ``adafactor``, ``adamw_8bit`` or ``sgd``.
         bf16_stochastic_round: whether AdamW rounds at random.
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
+        offload_optimizer: ``none``, or ``state``: that waits on the host (``step/host_state.py``).
         weight_decay, decay_all: of matrices, or of all parameters.
         momentum: of ``sgd``.
         ema_decay: of the average of the weights; ``None``: there is none.
@@ -136,6 +137,7 @@ class OptimizerSettings:
     decay_all: bool
     momentum: float
     ema_decay: float | None = None
+    offload_optimizer: str = NONE
 
     @property
     def update_rule(self) -> str:

@@ -363,6 +363,10 @@ class OptimizerArguments(OptimizerSettings):
         default=False,
         metadata={"help": "step each parameter during the backward and free its gradient; one rank, no accumulation"},
     )
+    offload_optimizer: Literal["none", "state"] = field(
+        default="none",
+        metadata={"help": "keep the optimizer's state on the host, and bring it to the device for each update"},
+    )
     learning_rate: float = field(default=3e-4, metadata={"help": "learning rate at the end of the warm-up"})
     weight_decay: float = field(
         default=0.0,

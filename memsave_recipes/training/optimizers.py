@@ -23,6 +23,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
 """
 
 import json
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -39,6 +40,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.sharding.tensors import is_sharded, local, whole
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.host_state import keep_state_on_host
 from memsave_recipes.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
 from memsave_recipes.step.settings import why_not_in_backward
 from memsave_recipes.step.update_rules import (
@@ -90,9 +92,18 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
             optimizer = MuonWithAdamW(matrices, others, **of_adamw)
         case _:
             optimizer = AdamW(parameters, fused=True, **of_adamw)
+    if optim.offload_optimizer != "none":
+        _offload_state(optimizer, local(parameters[0]["params"][0]).device)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
+
+
+def _offload_state(optimizer: Optimizer, device: torch.device) -> None:
+    if device.type == "cpu":
+        warnings.warn("offload_optimizer: the model runs on a CPU, so the state stays where it is", stacklevel=3)
+    else:
+        keep_state_on_host(optimizer, device)
 
 
 def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,0 +1,238 @@
+"""Optimizer state that waits on the host, and is on the device while its parameters are stepped.
+
+A run has the bits of one whose state stays on the device: the same optimizer steps the same numbers there. torchao's
+``CPUOffloadOptimizer`` and DeepSpeed's ZeRO-Offload (Ren et al. 2021, https://arxiv.org/abs/2101.06840) step on the
+host, whose kernels round otherwise.
+
+NOTE [ state on the host ]
+1. An optimizer treats each parameter by itself, so it is given a few of them at a time: a *piece*. While one is
+   stepped, the state of the next one is copied to the device. So at most two pieces are there.
+2. Copies up and down run on two streams, at the same time. The device waits for them, the host does not.
+3. A tensor of the state is the same object all the time, and its memory is on the host or on the device. So checkpoints
+   and optimizers find it where they look for it, also in shards.
+4. Small tensors stay on the device: counters of steps, tables of 8-bit values, Adafactor's means of rows and columns.
+5. Torch pins powers of two of bytes, so tensors share slabs of such sizes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memsave_recipes.activations.offload import Copies, SideStream
+from memsave_recipes.sharding.tensors import local, num_parts
+
+PIECE_BYTES = 2**25
+"""Of the parameters of a piece, unless one alone is larger: copies of its state take longer than to start them."""
+SMALLEST_BYTES = 2**12
+"""Of a tensor that waits on the host."""
+SLAB_BYTES = 2**26
+ALIGNMENT = 2**6
+
+
+def pieces_of(parameters: Iterable[Tensor], num_ranks: int | None = None) -> list[list[Tensor]]:
+    """Cut a group of parameters into pieces, in their order; the same ones on every rank that has shards of them.
+
+    Args:
+        num_ranks: that are to hold whole ``parameters`` in shards; default: as they are.
+    """
+    pieces: list[list[Tensor]] = []
+    free_bytes = 0
+    for parameter in parameters:
+        num_bytes = parameter.nbytes // (num_ranks or num_parts(parameter))
+        if not pieces or num_bytes > free_bytes:
+            pieces.append([])
+            free_bytes = PIECE_BYTES
+        pieces[-1].append(parameter)
+        free_bytes -= num_bytes
+    return pieces
+
+
+@dataclass
+class Slabs:
+    """Places for tensors in slabs of powers of two of bytes: the size of each, and how much of it is taken."""
+
+    sizes: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+    def place(self, num_bytes: int) -> tuple[int, int]:
+        """Return the slab of the next tensor by its number, and the byte at which the tensor begins."""
+        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        rooms = (size - taken for size, taken in zip(self.sizes, self.taken, strict=True))
+        number = next((number for number, room in enumerate(rooms) if room >= rounded), len(self.sizes))
+        if number == len(self.sizes):
+            self.sizes.append(max(SLAB_BYTES, 1 << (rounded - 1).bit_length()))
+            self.taken.append(0)
+        begin = self.taken[number]
+        self.taken[number] += rounded
+        return number, begin
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of the host that tensors of these sizes take, in their order."""
+    slabs = Slabs()
+    for size in sizes:
+        slabs.place(size)
+    return sum(slabs.sizes)
+
+
+@dataclass(eq=False)
+class _Move:
+    """Copies under way. When they are done, each tensor has its new memory."""
+
+    copies: Copies
+    targets: list[tuple[Tensor, Tensor]]
+    event: Any
+
+    @classmethod
+    def start(cls, copies: Copies, targets: list[tuple[Tensor, Tensor]]) -> Self:
+        event = copies.start([(target, tensor.detach()) for tensor, target in targets]) if targets else None
+        return cls(copies, targets, event)
+
+    def finish(self) -> None:
+        """Let the device wait; the host goes on."""
+        if self.targets:
+            self.copies.wait(self.event)
+        for tensor, target in self.targets:
+            tensor.data = target
+        self.targets = []
+
+
+class StateOnHost:
+    """Moves the state of an optimizer between host and device: NOTE [ state on the host ].
+
+    Args:
+        device: of the parameters.
+        up, down: copies in both directions.
+    """
+
+    def __init__(self, device: torch.device, up: Copies, down: Copies) -> None:
+        self._device, self._up, self._down = device, up, down
+        self._slabs, self._memory = Slabs(), list[Tensor]()
+        self._homes: dict[Tensor, Tensor] = {}
+        self._last: Any = None
+
+    def visits(
+        self, pieces: list[list[Tensor]], state_of: Callable[[Tensor], Iterable[Tensor]]
+    ) -> Iterator[list[Tensor]]:
+        """Yield each piece while its state is on the device, and bring that home afterwards.
+
+        Args:
+            state_of: the tensors of the state of a parameter.
+        """
+
+        def state(piece: list[Tensor]) -> list[Tensor]:
+            return [tensor for parameter in piece for tensor in state_of(parameter)]
+
+        arriving, leaving = self._fetch(state(pieces[0]) if pieces else []), self._bring_home([])
+        for piece, following in zip(pieces, [*pieces[1:], []], strict=False):
+            arriving.finish()
+            leaving.finish()
+            arriving = self._fetch(state(following))
+            yield piece
+            leaving = self._bring_home(state(piece))
+        leaving.finish()
+        self._last = leaving.event
+
+    def settle(self) -> None:
+        """Wait until all state is on the host."""
+        if self._last is not None:
+            self._last.synchronize()
+
+    def forget(self) -> None:
+        """Let go of the memory of state that is replaced."""
+        self.settle()
+        self._slabs, self._memory, self._homes = Slabs(), [], {}
+
+    def take_in(self, tensor: Tensor) -> None:
+        """Give ``tensor``, wherever it is, memory on the host, if it is large."""
+        if waits(tensor):
+            tensor.data = self._home_of(tensor).copy_(tensor)
+
+    def _fetch(self, tensors: list[Tensor]) -> _Move:
+        waiting = [tensor for tensor in tensors if tensor in self._homes]
+        return _Move.start(self._up, [(tensor, torch.empty_like(tensor, device=self._device)) for tensor in waiting])
+
+    def _bring_home(self, tensors: list[Tensor]) -> _Move:
+        return _Move.start(self._down, [(tensor, self._home_of(tensor)) for tensor in tensors if waits(tensor)])
+
+    def _home_of(self, tensor: Tensor) -> Tensor:
+        """Pinned memory for a dense ``tensor``, with its strides."""
+        if tensor not in self._homes:
+            number, begin = self._slabs.place(tensor.nbytes)
+            if number == len(self._memory):
+                self._memory.append(self._down.empty_on_host(self._slabs.sizes[number]))
+            flat = self._memory[number][begin : begin + tensor.nbytes].view(tensor.dtype)
+            self._homes[tensor] = flat.as_strided(tensor.size(), tensor.stride())
+        return self._homes[tensor]
+
+
+def waits(tensor: Tensor) -> bool:
+    """Whether a tensor of the state is large enough to wait on the host."""
+    return tensor.nbytes >= SMALLEST_BYTES
+
+
+class _OptimizerOnHost(Optimizer):
+    """What ``keep_state_on_host`` puts before the methods of an optimizer."""
+
+    on_host: StateOnHost
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; return the loss of ``closure``, if there is one."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        groups = self.param_groups
+        found = [(group, pieces_of(one for one in group["params"] if one.grad is not None)) for group in groups]
+        of_pieces = iter([group for group, pieces in found for _ in pieces])
+        try:
+            for piece in self.on_host.visits([piece for _, pieces in found for piece in pieces], self._state_of):
+                self.param_groups = [{**next(of_pieces), "params": piece}]
+                super().step()
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, on the host. Wait for the device."""
+        self.on_host.settle()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of ``state_dict``, also of an optimizer whose state was on the device."""
+        stepped = [parameter for group in self.param_groups for parameter in group["params"]]
+        state = {number: dict(entry) for number, entry in state_dict["state"].items()}
+        large = {number: _large_ones(entry, stepped[number]) for number, entry in state.items()}
+        for number, entry in large.items():
+            state[number] = {key: value for key, value in state[number].items() if key not in entry}
+        self.on_host.forget()
+        super().load_state_dict({**state_dict, "state": state})
+        for number, entry in large.items():
+            self.state[stepped[number]].update(entry)
+        for parameter in stepped:
+            for tensor in self._state_of(parameter):
+                self.on_host.take_in(tensor)
+
+    def _state_of(self, parameter: Tensor) -> list[Tensor]:
+        """The tensors of its state, in shards the parts of this rank."""
+        return [local(value) for value in self.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+
+
+def _large_ones(entry: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """The tensors in an entry of a saved state that may wait on the host, in the dtype that torch loads them in."""
+    found = {key: value for key, value in entry.items() if isinstance(value, Tensor) and waits(value)}
+    return {key: value.to(parameter.dtype) if value.is_floating_point() else value for key, value in found.items()}
+
+
+def keep_state_on_host(optimizer: Optimizer, device: torch.device) -> None:
+    """Let the state of ``optimizer`` wait on the host, and visit the ``device`` of its parameters for each update."""
+    move_state(optimizer, StateOnHost(device, SideStream(device), SideStream(device)))
+
+
+def move_state(optimizer: Optimizer, on_host: StateOnHost) -> None:
+    """Let ``on_host`` move the state of ``optimizer``, which stays what it is."""
+    kind: Any = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_OptimizerOnHost, kind), {"on_host": on_host})

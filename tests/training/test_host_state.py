@@ -1,0 +1,143 @@
+"""Optimizer state that waits on the host gives the bits of state that stays on the device."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves_with_path
+
+from memsave_recipes.step import host_state
+from memsave_recipes.step.host_state import StateOnHost, keep_state_on_host, move_state
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.optimizers import make_optimizer
+
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+OPTIMIZERS = {
+    "adamw": OptimizerArguments(learning_rate=1e-2, weight_decay=0.1),
+    "adamw_bf16": OptimizerArguments(learning_rate=1e-2, bf16_stochastic_round=True),
+    "adamw_8bit": OptimizerArguments(learning_rate=1e-2, optimizer="adamw_8bit"),
+    "muon": OptimizerArguments(learning_rate=1e-2, optimizer="muon", weight_decay=0.1),
+    "adafactor": OptimizerArguments(learning_rate=1e-2, optimizer="adafactor"),
+    "sgd": OptimizerArguments(learning_rate=1e-2, optimizer="sgd"),
+    "in backward": OptimizerArguments(learning_rate=1e-2, optimizer_in_backward=True),
+}
+
+
+class LateCopies:
+    """Copies that are made when somebody waits for them, into memory that holds NaN until then."""
+
+    def __init__(self):
+        self.under_way = []
+
+    def empty_on_host(self, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def start(self, pairs):
+        for target, _ in pairs:
+            target.fill_(float("nan") if target.is_floating_point() else 255)
+        self.under_way.append(pairs)
+        return LateEvent(self, len(self.under_way))
+
+    def wait(self, event):
+        for pairs in self.under_way[: event.number]:
+            for target, source in pairs:
+                target.copy_(source)
+            pairs.clear()
+
+
+class LateEvent:
+    def __init__(self, copies, number):
+        self.copies, self.number = copies, number
+
+    def synchronize(self):
+        self.copies.wait(self)
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 16),
+        nn.Flatten(),
+        nn.Linear(8, 512),
+        nn.Linear(512, 64),
+        nn.Linear(64, 64),
+        nn.Linear(64, 2),
+    ]
+    return nn.Sequential(*layers).to(DEVICE, dtype=dtype, memory_format=torch.channels_last)
+
+
+def offload(optimizer):
+    if DEVICE.type == "cpu":
+        move_state(optimizer, StateOnHost(DEVICE, LateCopies(), LateCopies()))
+    else:
+        keep_state_on_host(optimizer, DEVICE)
+
+
+def trained(optim, *, offloads, steps=4, first=0, state=None, weights=None):
+    """Weights and the optimizer's saved state after some steps; or after more, from a saved state."""
+    dtype = torch.bfloat16 if optim.bf16_stochastic_round else torch.float32
+    model = make_model(dtype)
+    optimizer = make_optimizer(optim, model, seed=3)
+    if offloads:
+        offload(optimizer)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (first + step + 1))
+    if state is not None:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    for step in range(first, first + steps):
+        random = torch.Generator().manual_seed(step)
+        images = torch.randn(4, 3, 16, 16, generator=random).to(DEVICE, dtype)
+        model(images).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer
+
+
+def saved(optimizer):
+    """A copy of what a checkpoint would hold."""
+    return deepcopy(optimizer.state_dict())
+
+
+def assert_same_bits(these, others):
+    for (name, one), other in zip(these.state_dict().items(), others.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(host_state, "PIECE_BYTES", 2**14)
+    monkeypatch.setattr(host_state, "SLAB_BYTES", 2**16)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_weights_have_the_bits_of_a_run_without(name):
+    optim = OPTIMIZERS[name]
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    expected, _ = trained(optim, offloads=False)
+    model, optimizer = trained(optim, offloads=True)
+    assert_same_bits(model, expected)
+    waiting = [
+        tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, torch.Tensor)
+    ]
+    assert all(tensor.device.type == "cpu" for tensor in waiting if tensor.nbytes >= 2**12)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_a_saved_state_goes_on_with_and_without(name, before, after):
+    optim = OPTIMIZERS[name]
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    expected, whole = trained(optim, offloads=False, steps=7)
+    model, optimizer = trained(optim, offloads=before, steps=3)
+    state, weights = saved(optimizer), model.state_dict()
+    resumed, again = trained(optim, offloads=after, steps=4, state=state, weights=weights, first=3)
+    assert_same_bits(resumed, expected)
+    state, other = (sorted(tree_leaves_with_path(saved(one)["state"]), key=str) for one in (again, whole))
+    for (path, value), (same_path, expected_value) in zip(state, other, strict=True):
+        assert path == same_path
+        assert torch.equal(torch.as_tensor(value).cpu(), torch.as_tensor(expected_value).cpu()), path
