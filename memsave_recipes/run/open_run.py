@@ -20,7 +20,7 @@ from memsave_recipes.sharding.groups import check_precision
 from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.step.settings import AUTO
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.optimizers import check_in_backward
+from memsave_recipes.training.optimizers import check_in_backward, check_offload
 from memsave_recipes.training.parsing import flag_values
 
 
@@ -66,6 +66,7 @@ class OpenRun:
         if self.groups is not None:
             check_precision(args.shard, accelerator.mixed_precision)
         layout = self.args.layout(accelerator.num_processes)
+        check_offload(args, accelerator.mixed_precision)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
     def chose(self, **flags: Any) -> None:

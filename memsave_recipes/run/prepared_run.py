@@ -85,7 +85,9 @@ class PreparedRun:
 
     def _make_optimizer(self) -> tuple[Optimizer, LRScheduler]:
         args, model = self.run.args, self.unwrapped
-        optimizer = make_optimizer(args, model, seed=args.seed)
+        layout = self.batches.layout
+        leaves = layout.num_processes == 1 and layout.needs_all_gradients is None
+        optimizer = make_optimizer(args, model, seed=args.seed, leaves_in_backward=leaves)
         notices = [describe_state_in_shards(args, model), describe_lost_updates(args, model)]
         print_lines(self.run.accelerator, *filter(None, notices))
         return optimizer, make_scheduler(args, optimizer, self.batches.steps.stop)

@@ -113,7 +113,7 @@ class TrainingRun:
 
     def clip_gradients(self) -> Tensor | None:
         """Clip the global batch's gradient; return its norm, or ``None`` where the backward has used it up."""
-        return clip_gradients(self.args, self.accelerator, self.prepared.model)
+        return clip_gradients(self.args, self.accelerator, self.prepared.model, self.prepared.optimizer)
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
         """Return whether the optimizer may step: not where ``--skip_nonfinite`` skips a loss or gradient."""

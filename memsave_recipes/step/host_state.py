@@ -71,6 +71,25 @@ class Slabs:
         return number, begin
 
 
+class PinnedMemory:
+    """Host memory for tensors, in slabs that ``empty_on_host`` makes."""
+
+    def __init__(self, empty_on_host: Callable[[int], Tensor]) -> None:
+        self._empty_on_host = empty_on_host
+        self._places = Slabs()
+        self._slabs: list[Tensor] = []
+
+    def empty_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for a dense ``tensor``, with its strides."""
+        dtype = dtype or tensor.dtype
+        num_bytes = tensor.numel() * dtype.itemsize
+        number, begin = self._places.place(num_bytes)
+        if number == len(self._slabs):
+            self._slabs.append(self._empty_on_host(self._places.sizes[number]))
+        flat = self._slabs[number][begin : begin + num_bytes].view(dtype)
+        return flat.as_strided(tensor.size(), tensor.stride())
+
+
 def pinned_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of the host that tensors of these sizes take, in their order."""
     slabs = Slabs()
@@ -111,7 +130,7 @@ class StateOnHost:
 
     def __init__(self, device: torch.device, up: Copies, down: Copies) -> None:
         self._device, self._up, self._down = device, up, down
-        self._slabs, self._memory = Slabs(), list[Tensor]()
+        self._memory = PinnedMemory(down.empty_on_host)
         self._homes: dict[Tensor, Tensor] = {}
         self._last: Any = None
 
@@ -145,7 +164,7 @@ class StateOnHost:
     def forget(self) -> None:
         """Let go of the memory of state that is replaced."""
         self.settle()
-        self._slabs, self._memory, self._homes = Slabs(), [], {}
+        self._memory, self._homes = PinnedMemory(self._down.empty_on_host), {}
 
     def take_in(self, tensor: Tensor) -> None:
         """Give ``tensor``, wherever it is, memory on the host, if it is large."""
@@ -160,13 +179,8 @@ class StateOnHost:
         return _Move.start(self._down, [(tensor, self._home_of(tensor)) for tensor in tensors if waits(tensor)])
 
     def _home_of(self, tensor: Tensor) -> Tensor:
-        """Pinned memory for a dense ``tensor``, with its strides."""
         if tensor not in self._homes:
-            number, begin = self._slabs.place(tensor.nbytes)
-            if number == len(self._memory):
-                self._memory.append(self._down.empty_on_host(self._slabs.sizes[number]))
-            flat = self._memory[number][begin : begin + tensor.nbytes].view(tensor.dtype)
-            self._homes[tensor] = flat.as_strided(tensor.size(), tensor.stride())
+            self._homes[tensor] = self._memory.empty_like(tensor)
         return self._homes[tensor]
 
 

@@ -363,9 +363,12 @@ class OptimizerArguments(OptimizerSettings):
         default=False,
         metadata={"help": "step each parameter during the backward and free its gradient; one rank, no accumulation"},
     )
-    offload_optimizer: Literal["none", "state"] = field(
+    offload_optimizer: Literal["none", "state", "step"] = field(
         default="none",
-        metadata={"help": "keep the optimizer's state on the host, and bring it to the device for each update"},
+        metadata={
+            "help": "keep the optimizer's state on the host, and bring it to the device for each update; or step on "
+            "the host, where gradients go in the backward"
+        },
     )
     learning_rate: float = field(default=3e-4, metadata={"help": "learning rate at the end of the warm-up"})
     weight_decay: float = field(
@@ -407,12 +410,23 @@ class OptimizerArguments(OptimizerSettings):
             raise InputError(
                 f"--bf16_stochastic_round is for AdamW, and not for --optimizer {self.optimizer}: leave one of them out"
             )
+        if self.offload_optimizer == "step":
+            self._check_step_on_host()
         for name in ("momentum", "adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, name) < 1, f"--{name}", getattr(self, name), "in [0, 1)")
         require(0 < self.adam_epsilon <= 1, "--adam_epsilon", self.adam_epsilon, "in (0, 1]")
         require(self.ema_decay is None or 0 < self.ema_decay < 1, "--ema_decay", self.ema_decay, "in (0, 1)")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
         self._check_schedule()
+
+    def _check_step_on_host(self) -> None:
+        reasons = {
+            "--optimizer_in_backward needs gradients on the device": self.optimizer_in_backward,
+            "--optimizer muon multiplies matrices, for which hosts are slow": self.optimizer == "muon",
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            raise InputError(f"--offload_optimizer step: {reason}: take --offload_optimizer state")
 
     def _check_schedule(self) -> None:
         """``--lr_scheduler_kwargs`` are arguments of the schedule; their values are for ``make_scheduler`` to try."""
@@ -467,6 +481,7 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         reasons = {
             "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
+            "--offload_optimizer step keeps whole weights on the host: take state": self.offload_optimizer == "step",
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
             "--stream_frozen keeps whole weights on the host": flags.get("stream_frozen", "none") != "none",
             "--use_dora measures the rows of whole weights": bool(flags.get("use_dora")),

@@ -38,9 +38,11 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from memsave_recipes.errors import InputError, require
+from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.sharding.tensors import is_sharded, local, whole
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.step.host_state import keep_state_on_host
+from memsave_recipes.step.host_step import HostMasters, masters_of, masters_on_host, step_masters
 from memsave_recipes.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
 from memsave_recipes.step.settings import why_not_in_backward
 from memsave_recipes.step.update_rules import (
@@ -57,19 +59,28 @@ BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
 LOOKED_AT_ONCE = 2**20  # numbers of a weight
 
 
-def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0) -> Optimizer:
+def make_optimizer(
+    optim: OptimizerArguments, model: nn.Module, *, seed: int = 0, leaves_in_backward: bool = True
+) -> Optimizer:
     """The named optimizer over all parameters that train.
 
     AdamW (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101), the same with its state in 8 bits (Dettmers et
     al. 2021, https://arxiv.org/abs/2110.02861; NOTE [ 8 bits in shards ]), Muon (NOTE [ Muon ]), Adafactor (Shazeer &
     Stern 2018, https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the
     temporary copies of the unfused ones; of weights in shards SGD is not fused.
-    ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``.
+    ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``. ``offload_optimizer``: NOTE [ state on the
+    host ] and NOTE [ steps on the host ].
+
+    Args:
+        leaves_in_backward: whether a gradient is that of the step, or a part of its sum, as soon as it is there.
 
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
-    parameters = decay_groups(optim, model, trained_parameters(model))
+    trained = trained_parameters(model)
+    parameters, masters = decay_groups(optim, model, trained), _masters(optim, trained)
+    if masters is not None:
+        parameters = [{**group, "params": [masters.of[one] for one in group["params"]]} for group in parameters]
     rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
     of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     optimizer: Optimizer
@@ -92,18 +103,28 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
             optimizer = MuonWithAdamW(matrices, others, **of_adamw)
         case _:
             optimizer = AdamW(parameters, fused=True, **of_adamw)
-    if optim.offload_optimizer != "none":
-        _offload_state(optimizer, local(parameters[0]["params"][0]).device)
+    if masters is not None:
+        step_masters(optimizer, masters, leave_in_backward=leaves_in_backward)
+    elif _offloads(optim, trained):
+        keep_state_on_host(optimizer, local(trained[0]).device)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
 
 
-def _offload_state(optimizer: Optimizer, device: torch.device) -> None:
-    if device.type == "cpu":
-        warnings.warn("offload_optimizer: the model runs on a CPU, so the state stays where it is", stacklevel=3)
-    else:
-        keep_state_on_host(optimizer, device)
+def _offloads(optim: OptimizerArguments, trained: list[nn.Parameter]) -> bool:
+    """Whether anything of the optimizer waits on the host, which the model is not on."""
+    is_asked, on_cpu = optim.offload_optimizer != NONE, local(trained[0]).device.type == "cpu"
+    if is_asked and on_cpu:
+        warnings.warn("offload_optimizer: the model runs on a CPU, so all of it stays where it is", stacklevel=3)
+    return is_asked and not on_cpu
+
+
+def _masters(optim: OptimizerArguments, trained: list[nn.Parameter]) -> HostMasters | None:
+    if optim.offload_optimizer != "step" or not _offloads(optim, trained):
+        return None
+    dtype = None if optim.bf16_stochastic_round else torch.float32
+    return masters_on_host(trained, trained[0].device, dtype)
 
 
 def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -147,7 +168,7 @@ def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | 
     """
     shares = parameters_by_optimizer(optim.update_rule, model).items()
     found = [(rule, local(one).detach()) for rule, share in shares for one in share if one.dtype == torch.bfloat16]
-    if optim.update_rule in ("sgd", "adamw_bf16") or not found:
+    if optim.update_rule in ("sgd", "adamw_bf16") or optim.offload_optimizer == "step" or not found:
         return None
     num_lost = 0
     for rule, weight in found:
@@ -196,11 +217,17 @@ def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: i
     return scheduler
 
 
-def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: nn.Module) -> Tensor | None:
+def clip_gradients(
+    optim: OptimizerArguments, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None = None
+) -> Tensor | None:
     """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
     if optim.optimizer_in_backward:
         return None
-    norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+    parameters, masters = model.parameters(), masters_of(optimizer)
+    if masters is not None:
+        masters.collect()
+        parameters = iter(masters.of.values())
+    norm: Tensor = accelerator.clip_grad_norm_(parameters, optim.max_grad_norm or float("inf"))
     return whole(norm)
 
 
@@ -218,6 +245,16 @@ def check_in_backward(
         reason = why_not_in_backward(layout, mixed_precision, clips=clips, skip_nonfinite=skip_nonfinite)
         if reason is not None:
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
+
+
+def check_offload(optim: OptimizerArguments, mixed_precision: str) -> None:
+    """Refuse loss scaling where gradients leave the device.
+
+    Raises:
+        InputError: ``--offload_optimizer step`` under fp16.
+    """
+    if optim.offload_optimizer == "step" and mixed_precision == "fp16":
+        raise InputError("--offload_optimizer step: fp16 scales the loss on the device: take bf16, or state")
 
 
 def step_in_backward(optimizer: Optimizer) -> None:
@@ -286,7 +323,7 @@ class NonFiniteGuard:
             return True
         is_bad = ~torch.isfinite(torch.as_tensor(batch.loss) if self.has_scaler else grad_norm)
         for buffer, before in self.statistics:
-            before.copy_(torch.where(is_bad, before, buffer))
+            before.copy_(torch.where(is_bad.to(buffer.device, non_blocking=True), before, buffer))
             buffer.copy_(before)
         if self.has_scaler:
             return True

@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from host_copies import CopiesInOrder
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves_with_path
@@ -25,36 +26,6 @@ OPTIMIZERS = {
 }
 
 
-class LateCopies:
-    """Copies that are made when somebody waits for them, into memory that holds NaN until then."""
-
-    def __init__(self):
-        self.under_way = []
-
-    def empty_on_host(self, num_bytes):
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, pairs):
-        for target, _ in pairs:
-            target.fill_(float("nan") if target.is_floating_point() else 255)
-        self.under_way.append(pairs)
-        return LateEvent(self, len(self.under_way))
-
-    def wait(self, event):
-        for pairs in self.under_way[: event.number]:
-            for target, source in pairs:
-                target.copy_(source)
-            pairs.clear()
-
-
-class LateEvent:
-    def __init__(self, copies, number):
-        self.copies, self.number = copies, number
-
-    def synchronize(self):
-        self.copies.wait(self)
-
-
 def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     layers = [
@@ -70,7 +41,7 @@ def make_model(dtype=torch.float32):
 
 def offload(optimizer):
     if DEVICE.type == "cpu":
-        move_state(optimizer, StateOnHost(DEVICE, LateCopies(), LateCopies()))
+        move_state(optimizer, StateOnHost(DEVICE, CopiesInOrder(), CopiesInOrder()))
     else:
         keep_state_on_host(optimizer, DEVICE)
 

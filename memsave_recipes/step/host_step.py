@@ -1,0 +1,247 @@
+"""An optimizer that steps on the host: gradients leave the device in the backward, and new weights come back.
+
+So the device holds weights and activations, and neither gradients nor optimizer state. That is ZeRO-Offload (Ren et al.
+2021, https://arxiv.org/abs/2101.06840). torchao's ``CPUOffloadOptimizer`` neither adds gradients up on the host nor
+clips them.
+
+NOTE [ steps on the host ]
+1. The optimizer steps a *master* of every parameter that trains: a copy on the host, in float32 unless it rounds
+   stochastically. Where the weights are float32, too, both have the same bits.
+2. A gradient is copied as soon as autograd has made it, and freed when the copy is done. The first one of a step goes
+   to its place on the host. A thread adds those of later micro-batches to it, in the dtype of the master: in float32
+   these are the sums that the device would make.
+3. All gradients are on the host before the first parameter is stepped, so clipping and the check for NaN are those of
+   any run. The price is that no update runs beside the backward.
+4. The masters are stepped in pieces (``pieces_of``). While one is stepped, the one before travels to the device.
+5. Under DDP, and where gradients are added up in a fixed order, they stay on the device until the last backward ends.
+6. A checkpoint holds the masters where they have more bits than the weights.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memsave_recipes.activations.offload import Copies, SideStream
+from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, pieces_of
+
+LEAVING_BYTES = 2**26
+"""Of gradients whose copies are not done, at most, besides the newest one."""
+STAGED_BYTES = 2**27
+"""Of pinned memory for copies that are read, or cast, by the host; more if a single one is larger."""
+MASTER = "master"
+"""The key of a master in the saved state of its parameter."""
+
+
+class HostMasters:
+    """The masters of parameters on a device, and their gradients on the host: NOTE [ steps on the host ].
+
+    Args:
+        parameters: that train.
+        dtype: of the masters; ``None``: that of each parameter.
+        up, down: copies in both directions.
+
+    Attributes:
+        of: the master of each parameter.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None, up: Copies, down: Copies) -> None:
+        self._up, self._down = up, down
+        memory = PinnedMemory(down.empty_on_host)
+        self.of = {one: nn.Parameter(memory.empty_like(one.detach(), dtype)) for one in parameters}
+        self._sums = {one: memory.empty_like(one.detach(), dtype) for one in self.of}
+        self._weights: dict[Tensor, nn.Parameter] = {master: one for one, master in self.of.items()}
+        self._are_current = False
+        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._last: Any = None
+        self._adder = ThreadPoolExecutor(1, "gradients")
+        largest = max((one.nbytes for one in self.of), default=0)
+        self._ring = _Ring(max(STAGED_BYTES, 1 << (largest + ALIGNMENT).bit_length()), down.empty_on_host)
+
+    def leave_in_backward(self) -> None:
+        """Let every gradient leave the device as soon as it is there."""
+        for parameter in self.of:
+            parameter.register_post_accumulate_grad_hook(self._leave)
+
+    def is_wide(self, master: Tensor) -> bool:
+        """Return whether a master has more bits than its weight."""
+        return master.dtype != self._weights[master].dtype
+
+    @torch.no_grad()
+    def take(self, saved: Mapping[Tensor, Tensor]) -> None:
+        """Give every master its bits of those ``saved``, else those of its weight."""
+        for master, weight in self._weights.items():
+            master.copy_(saved.get(master, weight))
+        self._are_current = True
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Wait until all gradients of the step are on the host."""
+        if not self._are_current:
+            self.take({})
+        for parameter in self.of:
+            if parameter.grad is not None:
+                self._leave(parameter)
+        self._free_leaving(0)
+        if self._last is not None:
+            self._last.synchronize()
+        self._ring.drain()
+
+    @torch.no_grad()
+    def _leave(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "called where there is one"
+        master, total = self.of[parameter], self._sums[parameter]
+        if master.grad is None and gradient.dtype == total.dtype:
+            self._last = self._down.start([(total, gradient)])
+        else:
+            staged = self._ring.take(gradient)
+            self._last = self._down.start([(staged, gradient)])
+            added = self._adder.submit(_add, total, staged, after=self._last, is_first=master.grad is None)
+            self._ring.give_back(added.result)
+        master.grad = total
+        self._leaving.append((self._last, gradient))
+        self._free_leaving(LEAVING_BYTES)
+
+    def _free_leaving(self, num_bytes: int) -> None:
+        """Keep so many bytes of gradients; the device waits until the others are copied, and frees them."""
+        while sum(gradient.nbytes for _, gradient in self._leaving) > num_bytes:
+            event, _ = self._leaving[0]
+            self._down.wait(event)
+            self._leaving.popleft()
+
+    def send(self, masters: list[Tensor]) -> None:
+        """Begin to copy stepped ``masters`` to the device, in the dtype of the weights."""
+        for master in masters:
+            weight, source = self._weights[master].detach(), master.detach()
+            if weight.dtype == source.dtype:
+                self._last = self._up.start([(weight, source)])
+            else:
+                staged = self._ring.take(weight).copy_(source)
+                self._last = self._up.start([(weight, staged)])
+                self._ring.give_back(self._last.synchronize)
+
+    def arrive(self) -> None:
+        """Let the device wait for the weights that were sent."""
+        if self._last is not None:
+            self._up.wait(self._last)
+
+
+def _add(total: Tensor, gradient: Tensor, *, after: Any, is_first: bool) -> None:
+    after.synchronize()
+    if is_first:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)
+
+
+class _Ring:
+    """Pinned memory that is used again in the order in which it was taken."""
+
+    def __init__(self, num_bytes: int, empty_on_host: Callable[[int], Tensor]) -> None:
+        self._num_bytes, self._empty_on_host = num_bytes, empty_on_host
+        self._memory: Tensor | None = None
+        self._end = 0
+        self._taken = range(0)
+        self._busy: deque[tuple[range, Callable[[], Any]]] = deque()
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return memory for a dense ``tensor``, with its strides, as soon as it is free."""
+        if self._memory is None:
+            self._memory = self._empty_on_host(self._num_bytes)
+        begin = self._end if self._end + tensor.nbytes <= self._num_bytes else 0
+        self._taken = range(begin, begin + tensor.nbytes)
+        self._end = -(-self._taken.stop // ALIGNMENT) * ALIGNMENT
+        while any(_overlap(taken, self._taken) for taken, _ in self._busy):
+            self._wait_for_one()
+        flat = self._memory[begin : self._taken.stop].view(tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride())
+
+    def give_back(self, wait: Callable[[], Any]) -> None:
+        """Let the memory that was taken last be used again after ``wait``."""
+        self._busy.append((self._taken, wait))
+
+    def drain(self) -> None:
+        """Wait until all memory is free."""
+        while self._busy:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        _, wait = self._busy.popleft()
+        wait()
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+class _OptimizerOfMasters(Optimizer):
+    """What ``step_masters`` puts before the methods of an optimizer."""
+
+    masters: HostMasters
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every master that has a gradient, and send it to the device; return the loss of ``closure``, if any."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.masters.collect()
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for piece in pieces_of(master for master in group["params"] if master.grad is not None):
+                    self.param_groups = [{**group, "params": piece}]
+                    super().step()
+                    self.masters.send(piece)
+        finally:
+            self.param_groups = groups
+        self.masters.arrive()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the masters that have more bits than their weights."""
+        saved = super().state_dict()
+        wide = {number: {MASTER: one} for number, one in enumerate(self._stepped) if self.masters.is_wide(one)}
+        state = {number: {**entry, **wide.get(number, {})} for number, entry in saved["state"].items()}
+        return {**saved, "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of ``state_dict``, also of an optimizer on the device, once the weights have been loaded."""
+        state = {number: dict(entry) for number, entry in state_dict["state"].items()}
+        saved = {number: entry.pop(MASTER) for number, entry in state.items() if MASTER in entry}
+        super().load_state_dict({**state_dict, "state": state})
+        if state:
+            self.masters.take({one: saved[number] for number, one in enumerate(self._stepped) if number in saved})
+
+    @property
+    def _stepped(self) -> list[nn.Parameter]:
+        return [master for group in self.param_groups for master in group["params"]]
+
+
+def step_masters(optimizer: Optimizer, masters: HostMasters, *, leave_in_backward: bool = True) -> None:
+    """Let ``optimizer``, which steps ``masters``, take their gradients from the device and send the weights there.
+
+    Args:
+        leave_in_backward: let a gradient leave as soon as it is there: not where several ranks, or an order of their
+            own, make the sum.
+    """
+    kind: Any = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_OptimizerOfMasters, kind), {"masters": masters})
+    if leave_in_backward:
+        masters.leave_in_backward()
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # nothing on the device says found_inf
+
+
+def masters_on_host(parameters: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> HostMasters:
+    """Make masters of ``parameters`` on an accelerator."""
+    return HostMasters(parameters, dtype, SideStream(device), SideStream(device))
+
+
+def masters_of(optimizer: Optimizer | None) -> HostMasters | None:
+    """Return the masters that ``optimizer`` steps, if any; Accelerate may have wrapped it."""
+    masters: HostMasters | None = getattr(getattr(optimizer, "optimizer", optimizer), "masters", None)
+    return masters

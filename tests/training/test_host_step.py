@@ -1,0 +1,185 @@
+"""An optimizer that steps on the host gives the bits of one on the CPU, and leaves nothing on the device."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from host_copies import CopiesInOrder
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.step import host_state, host_step
+from memsave_recipes.step.host_step import HostMasters, masters_of
+from memsave_recipes.training import optimizers
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.optimizers import check_offload, clip_gradients, make_optimizer
+
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+RULES = {
+    "adamw": {"weight_decay": 0.1},
+    "adafactor": {"optimizer": "adafactor"},
+    "sgd": {"optimizer": "sgd"},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+}
+STOCHASTIC = {"bf16_stochastic_round": True}
+FIRST, LATER = 3, 4  # steps
+
+
+def settings(*, offload="none", **options):
+    return OptimizerArguments(learning_rate=1e-2, max_grad_norm=0.5, offload_optimizer=offload, **options)
+
+
+def make_model(dtype=torch.float32, memory_format=torch.channels_last):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 16), nn.Flatten(), nn.Linear(8, 512), nn.Linear(512, 64), nn.Linear(64, 2)]
+    return nn.Sequential(*layers).to(DEVICE, dtype=dtype, memory_format=memory_format)
+
+
+def micro_batches(step):
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(3, 4, 3, 16, 16, generator=random).to(DEVICE)
+
+
+def run(optim, model, optimizer, *, steps):
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (steps[0] + step + 1))
+    accelerator = Accelerator(cpu=DEVICE.type == "cpu")
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        for images in micro_batches(step):
+            model(images.to(dtype)).square().sum().backward()
+        norm = clip_gradients(optim, accelerator, model, optimizer)
+        assert norm.isfinite()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model
+
+
+def on_host(model, *, leaves=True, **options):
+    """The optimizer that steps masters of ``model``, also on a CPU."""
+    optim = settings(offload="step", **options)
+    return optim, make_optimizer(optim, model, seed=3, leaves_in_backward=leaves)
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch):
+    monkeypatch.setattr(host_state, "PIECE_BYTES", 2**14)
+    monkeypatch.setattr(host_state, "SLAB_BYTES", 2**16)
+    monkeypatch.setattr(host_step, "STAGED_BYTES", 2**15)
+    monkeypatch.setattr(host_step, "LEAVING_BYTES", 2**12)
+    if DEVICE.type == "cpu":
+
+        def late(parameters, device, dtype):
+            return HostMasters(parameters, dtype, CopiesInOrder(), CopiesInOrder())
+
+        monkeypatch.setattr(optimizers, "masters_on_host", late)
+        monkeypatch.setattr(optimizers, "_offloads", lambda optim, trained: optim.offload_optimizer != "none")
+
+
+def expected_weights(steps, model=None, **options):
+    """Of an optimizer where the model is: kernels of the CPU, as the stand-in's are, give the same bits."""
+    model, optim = model or make_model(), settings(**options)
+    return run(optim, model, make_optimizer(optim, model, seed=3), steps=steps)
+
+
+def assert_same_bits(these, others):
+    for (name, one), other in zip(these.state_dict().items(), others.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_the_weights_have_the_bits_of_a_run_without(name, leaves):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")  # which makes every weight contiguous
+    steps, kind = range(FIRST + LATER), torch.contiguous_format if name == "adamw_8bit" else torch.channels_last
+    model, other = make_model(memory_format=kind), make_model(memory_format=kind)
+    optim, optimizer = on_host(model, leaves=leaves, **RULES[name])
+    assert_same_bits(run(optim, model, optimizer, steps=steps), expected_weights(steps, other, **RULES[name]))
+
+
+def test_no_gradient_stays_on_the_device():
+    model = make_model()
+    _, optimizer = on_host(model)
+    model(micro_batches(0)[0]).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    masters_of(optimizer).collect()
+    assert all(master.grad.device.type == "cpu" for master in masters_of(optimizer).of.values())
+
+
+def test_bfloat16_weights_are_those_of_float32_masters():
+    """By hand: sums, norm and update in float32, the gradient of each micro-batch and the weights in bfloat16."""
+    model, by_hand = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    optim, optimizer = on_host(model)
+    masters = [nn.Parameter(parameter.detach().float().cpu()) for parameter in by_hand.parameters()]
+    adamw = torch.optim.AdamW(masters, lr=optim.learning_rate, weight_decay=0.0, fused=True)
+    scheduler = LambdaLR(adamw, lambda step: 1 / (step + 1))
+    for step in range(LATER):
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for images in micro_batches(step):
+            by_hand(images.bfloat16()).square().sum().backward()
+            for master, parameter in zip(masters, by_hand.parameters(), strict=True):
+                master.grad += parameter.grad.float().cpu()
+                parameter.grad = None
+        nn.utils.clip_grad_norm_(masters, optim.max_grad_norm)
+        adamw.step()
+        scheduler.step()
+        for master, parameter in zip(masters, by_hand.parameters(), strict=True):
+            parameter.data.copy_(master)
+    assert_same_bits(run(optim, model, optimizer, steps=range(LATER)), by_hand)
+
+
+def test_stochastic_rounding_keeps_bfloat16_on_the_host():
+    model = make_model(torch.bfloat16)
+    optim, optimizer = on_host(model, **STOCHASTIC)
+    run(optim, model, optimizer, steps=range(LATER))
+    for parameter, master in masters_of(optimizer).of.items():
+        assert master.dtype == torch.bfloat16
+        assert torch.equal(parameter.cpu(), master)
+
+
+@pytest.mark.parametrize("options", [{}, STOCHASTIC], ids=["adamw", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_run_goes_on_with_its_bits(dtype, options):
+    if options and dtype == torch.float32:
+        pytest.skip("rounds bfloat16")
+    whole = make_model(dtype)
+    optim, optimizer = on_host(whole, **options)
+    run(optim, whole, optimizer, steps=range(FIRST))
+    weights, state = deepcopy(whole.state_dict()), deepcopy(optimizer.state_dict())
+    run(optim, whole, optimizer, steps=range(FIRST, FIRST + LATER))
+    resumed = make_model(dtype)
+    optim, optimizer = on_host(resumed, **options)
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert_same_bits(run(optim, resumed, optimizer, steps=range(FIRST, FIRST + LATER)), whole)
+
+
+@pytest.mark.parametrize("offloaded_first", [True, False])
+def test_a_saved_run_goes_on_with_and_without(offloaded_first):
+    expected = expected_weights(range(FIRST + LATER))
+    model = make_model()
+    optim, optimizer = on_host(model) if offloaded_first else (settings(), make_optimizer(settings(), model))
+    run(optim, model, optimizer, steps=range(FIRST))
+    weights, state = deepcopy(model.state_dict()), deepcopy(optimizer.state_dict())
+    resumed = make_model()
+    optim, optimizer = (settings(), make_optimizer(settings(), resumed)) if offloaded_first else on_host(resumed)
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert_same_bits(run(optim, resumed, optimizer, steps=range(FIRST, FIRST + LATER)), expected)
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"optimizer_in_backward": True}])
+def test_what_needs_gradients_on_the_device_is_refused(options):
+    with pytest.raises(InputError, match=r"--offload_optimizer step: --optimizer.*take --offload_optimizer state"):
+        settings(offload="step", **options)
+
+
+def test_loss_scaling_is_refused():
+    with pytest.raises(InputError, match="fp16 scales the loss on the device: take bf16, or state"):
+        check_offload(settings(offload="step"), "fp16")
+    check_offload(settings(offload="step"), "bf16")
+    check_offload(settings(offload="state"), "fp16")
