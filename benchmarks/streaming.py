@@ -9,7 +9,7 @@ recomputed.
 
 * *LoRA*: without checkpointing;
 * *full*: every layer recomputed;
-* *full, streamed*: the same with `--stream_frozen host`. On a CPU the copies are made within its own memory: the bytes
+* *full, streamed*: the same with `--stream_weights host`. On a CPU the copies are made within its own memory: the bytes
   are exact, the time is that of such copies, one after the other.
 
 Prints the table and writes docs/results/streaming-DEVICE.json.
@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.offload import SideStream
-from memsave_recipes.activations.streaming import WeightStream, resident_tensors, stream_frozen_weights
+from memsave_recipes.activations.streaming import WeightStream, resident_tensors, stream_weights
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 
@@ -57,7 +57,7 @@ def streamed(model: LlamaForCausalLM, device: torch.device) -> LlamaForCausalLM:
     """Its frozen weights come from the host; on a CPU one layer after the other, as there is nothing beside it."""
     on_cpu = device.type == "cpu"
     stream = WeightStream(device, CopiesAtOnce() if on_cpu else SideStream(device), looks_ahead=not on_cpu)
-    stream_frozen_weights(model, stream)
+    stream_weights(model, stream)
     return model
 
 

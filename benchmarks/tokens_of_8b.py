@@ -28,7 +28,7 @@ MODEL = "Llama-3.1-8B"
 CARDS_GIB = (24, 48, 80)
 POSITIONS, QUICK_POSITIONS = 2**20, 2048
 SHOWN = ("none", "full", "full_tiled", "full_offload", "full_tiled_offload")
-WAYS = {"LoRA": (), "LoRA, weights streamed": ("--stream_frozen", "host")}
+WAYS = {"LoRA": (), "LoRA, weights streamed": ("--stream_weights", "host")}
 ALST = {"ALST, one H100: 500K": (80 * GIB, 500_000)}
 HEADINGS = ("way", "plan", *(f"{gib} GiB" for gib in CARDS_GIB))
 

@@ -93,7 +93,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
     saved = task.adapt(bare)
-    place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
+    place(bare, run.accelerator.device, streamed=task.streamed)
     if not args.sync_batchnorm and args.batchnorm == "local":
         check_image_size(bare, args.image_size, run.smallest_micro_batch(batches))
 
@@ -160,7 +160,7 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         adapt=partial(train_part_of_images, flags=args, image_size=args.image_size),
         loss_of=partial(summed_loss, logits_of=partial(logits_of_images, pixels=pixels_for(args)), loss=loss),
         micro_batch=micro_batch,
-        stream_frozen=args.stream_frozen == "host",
+        stream_weights=args.stream_weights == "host",
         assumed=assumed,
     )
 

@@ -108,7 +108,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     bare = run.build(task)
     saved = task.adapt(bare)
-    place(bare, accelerator.device, stream_frozen=task.stream_frozen)
+    place(bare, accelerator.device, streamed=task.streamed)
     with accelerator.autocast():  # flash attention refuses float32
         check_model(bare, rows, args)
     packed_attention, line = attend(bare, args)
@@ -179,7 +179,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not args.freezes,
-        stream_frozen=args.stream_frozen == "host",
+        stream_weights=args.stream_weights == "host",
         losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
     )
 

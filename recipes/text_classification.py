@@ -108,7 +108,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     check_inputs(bare, tokens.train)
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
-    place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
+    place(bare, run.accelerator.device, streamed=task.streamed)
 
     # With the activation plan that the flags name, or the fastest that fits the memory
     prepared = run.prepare(task, batches, bare)
@@ -175,7 +175,7 @@ def describe(
         loss_of=partial(summed_loss, logits_of=logits_of_texts, loss=loss),
         micro_batch=micro_batch,
         takes_adapters=not args.freezes,
-        stream_frozen=args.stream_frozen == "host",
+        stream_weights=args.stream_weights == "host",
         assumed=assumed,
     )
 

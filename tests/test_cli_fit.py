@@ -173,9 +173,9 @@ def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Pat
     streamed = rungs["LoRA, weights streamed"]
     assert found["rungs"][found["best"]] == streamed
     assert not rungs["LoRA"]["fits"]
-    assert streamed["flags"][-2:] == ["--stream_frozen", "host"]
+    assert streamed["flags"][-2:] == ["--stream_weights", "host"]
     assert streamed["host_bytes"] > 0.5 * 2**30
-    assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).stream_frozen
+    assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).stream_weights
 
 
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def techniques(size: Size) -> Step:
     flags = {
         **OPTIMIZERS,
         "LoRA": "--lora",
-        "LoRA, frozen weights on the host": "--lora --stream_frozen host",
+        "LoRA, frozen weights on the host": "--lora --stream_weights host",
     }
     runs = {name: size.text(word(f"technique-{name}"), f"{MEASURED_FULL} {more}") for name, more in flags.items()}
     four_bits = f"{TEXT} {size.rows} {MEASURED_FULL} --lora --load_in_4bit --model_name_or_path"

@@ -1,10 +1,10 @@
-"""Frozen weights that wait on the host, and are on the device for as long as their layer needs them.
+"""Weights that wait on the host, and are on the device for as long as their layer needs them.
 
-For adapters: the weights under them never change, so they only travel one way. A layer at a time on the device is the
-idea of Pudipeddi et al. 2020, https://arxiv.org/abs/2002.05645.
+Frozen ones only travel one way; of those that train, gradients leave for the host (``step/host_step.py``). A layer at a
+time on the device is the idea of Pudipeddi et al. 2020, https://arxiv.org/abs/2002.05645.
 
 NOTE [ streamed weights ]
-1. A layer runs with copies in place of its frozen parameters (``torch.func.functional_call``), inside the function that
+1. A layer runs with copies in place of its parameters (``torch.func.functional_call``), inside the function that
    a plan runs again. A block that recomputes frees the copies with everything else, and its second run copies them
    again; one that keeps its tensors keeps the copies until its backward. So the gradients are the same bits under every
    plan, and memory is saved under those that recompute.
@@ -15,6 +15,8 @@ NOTE [ streamed weights ]
 5. Only copies from pinned memory run beside the computation, and torch pins powers of two of bytes. Where the host has
    no room for that, weights stay as they were loaded: pages of a safetensors file, which the system may drop and read
    again.
+6. The gradient of a copy is handed to ``WeightStream.leave``; without one it goes to the parameter, on the host. A copy
+   that is ahead when the host has stepped would be an old one: ``settle``.
 """
 
 import warnings
@@ -39,7 +41,9 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
 
 STREAMED = "_streamed"
-"""Attribute of a layer whose frozen weights are streamed; a plan on top replaces its forward, and leaves this."""
+"""Attribute of a layer whose weights are streamed; a plan on top replaces its forward, and leaves this."""
+NONE, FROZEN, ALL = "none", "frozen", "all"
+"""Which weights are streamed, if any."""
 LEFT_TO_HOST = 0.25
 """Of the memory that a host has available, not pinned."""
 
@@ -55,11 +59,16 @@ class _Copied:
 
 @dataclass(eq=False)
 class WeightStream:
-    """Copies the weights of one layer after the other to ``device``. See NOTE [ streamed weights ]."""
+    """Copies the weights of one layer after the other to ``device``. See NOTE [ streamed weights ].
+
+    Attributes:
+        leave: takes the gradient of a parameter, on the device.
+    """
 
     device: torch.device
     copies: Copies
     looks_ahead: bool = True
+    leave: Callable[[nn.Parameter, Tensor], None] | None = None
     _last: tuple[Any, Any] = (None, None)
     _followed_by: dict[tuple[Any, Any], "StreamedLayer"] = field(default_factory=dict)
     _ahead: _Copied | None = None
@@ -83,6 +92,12 @@ class WeightStream:
         copied, self._ahead = self._ahead, None
         self._wait(copied)
 
+    def settle(self) -> None:
+        """Wait until no copy reads the weights on the host, and let go of what was copied ahead."""
+        if self._ahead is not None and self._ahead.event is not None:
+            self._ahead.event.synchronize()
+        self.forget()
+
     def _copy(self, layer: "StreamedLayer") -> _Copied:
         sources = {name: layer.module.get_parameter(name).data for name in layer.names}
         # Selective checkpointing counts operators; whether copies are among those of a run depends on the run before.
@@ -105,7 +120,7 @@ class WeightStream:
 
 @dataclass(eq=False)
 class StreamedLayer:
-    """The forward of a layer whose frozen weights are streamed.
+    """The forward of a layer whose weights are streamed.
 
     Args:
         names: of these weights, in the layer.
@@ -118,24 +133,53 @@ class StreamedLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the layer's own forward."""
-        weights = {f"module.{name}": weight for name, weight in self.stream.fetch(self).items()}
+        copies = self.stream.fetch(self)
+        weights = {f"module.{name}": self._trained(name, copy) for name, copy in copies.items()}
         return functional_call(Caller(self.module, self.method), weights, args, kwargs)
 
+    def _trained(self, name: str, copy: Tensor) -> Tensor:
+        """``copy`` as autograd is to see it."""
+        parameter = self.module.get_parameter(name)
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return copy
+        function: Any = _CopyOf  # which torch has not typed
+        trained: Tensor = function.apply(parameter, copy, self.stream)
+        return trained
 
-def place(model: nn.Module, device: torch.device, *, stream_frozen: bool = False) -> None:
-    """Move ``model`` to ``device``, with ``stream_frozen`` without the frozen weights of its layers.
+
+class _CopyOf(torch.autograd.Function):
+    """A parameter on the host, by its copy on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, copy: Tensor, stream: WeightStream) -> Tensor:
+        ctx.parameter, ctx.stream = parameter, stream
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        if ctx.stream.leave is None:
+            return gradients[0].to(ctx.parameter.device), None, None
+        ctx.stream.leave(ctx.parameter, gradients[0])
+        return None, None, None
+
+
+def place(model: nn.Module, device: torch.device, *, streamed: str = NONE) -> None:
+    """Move ``model`` to ``device``, without the weights of its layers that are ``streamed``.
 
     On a CPU nothing can be streamed, and a warning says so.
 
+    Args:
+        streamed: ``none``, the ``frozen`` ones, or ``all``.
+
     Raises:
-        InputError: as ``stream_frozen_weights``.
+        InputError: as ``stream_weights``.
     """
-    if stream_frozen and device.type == "cpu":
-        warnings.warn("stream_frozen: the model runs on a CPU, so its weights stay where they are", stacklevel=2)
-    if not stream_frozen or device.type == "cpu":
+    if streamed != NONE and device.type == "cpu":
+        warnings.warn("stream_weights: the model runs on a CPU, so its weights stay where they are", stacklevel=2)
+    if streamed == NONE or device.type == "cpu":
         model.to("cpu" if device.type == "cpu" else device)  # torch copies what is there already to a "cpu:0"
         return
-    stream_frozen_weights(model, WeightStream(device, SideStream(device)))
+    stream_weights(model, WeightStream(device, SideStream(device)), trained=streamed == ALL)
     if host_bytes(model) <= (1 - LEFT_TO_HOST) * psutil.virtual_memory().available:
         for parameter in streamed_parameters(model):
             parameter.data = parameter.data.pin_memory()
@@ -143,16 +187,17 @@ def place(model: nn.Module, device: torch.device, *, stream_frozen: bool = False
         tensor.data = tensor.data.to(device)
 
 
-def stream_frozen_weights(model: nn.Module, stream: WeightStream) -> None:
-    """From now on the layers of ``model`` take their frozen weights from ``stream``.
+def stream_weights(model: nn.Module, stream: WeightStream, *, trained: bool = False) -> None:
+    """From now on the layers of ``model`` take their frozen weights from ``stream``, or those that train as well.
 
     Raises:
-        InputError: it has no layers with frozen weights.
+        InputError: it has no layers with such weights.
     """
-    found = _streamable(model)
+    found = _streamable(model, trained=trained)
     if not found:
+        kind = "" if trained else "frozen "
         raise InputError(
-            f"--stream_frozen host: {type(model).__name__} has no layers with frozen weights of their own: leave it out"
+            f"--stream_weights host: {type(model).__name__} has no layers with {kind}weights of their own: leave it out"
         )
     for layer, names in found:
         streamed = StreamedLayer(layer.module, getattr(layer.module, layer.method), names, stream)
@@ -160,27 +205,28 @@ def stream_frozen_weights(model: nn.Module, stream: WeightStream) -> None:
         setattr(layer.module, STREAMED, streamed)
 
 
-def _streamable(model: nn.Module) -> list[tuple[Layer, tuple[str, ...]]]:
-    """The layers with frozen weights of their own, and the names of these in the layer."""
+def _streamable(model: nn.Module, *, trained: bool = False) -> list[tuple[Layer, tuple[str, ...]]]:
+    """The layers with weights of their own that can be streamed, and the names of these in the layer."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     blocks = (layer for stack in find_stacks(model) if isinstance(stack, CalledLayers) for layer in stack.blocks)
     found = []
     for layer in {id(layer.module): layer for layer in blocks}.values():
         own = [*layer.module.named_parameters(remove_duplicate=False)]
         here = Counter(id(parameter) for _, parameter in own)
-        names = tuple(name for name, one in own if not one.requires_grad and here[id(one)] == uses[id(one)])
+        wanted = [(name, one) for name, one in own if trained or not one.requires_grad]
+        names = tuple(name for name, one in wanted if here[id(one)] == uses[id(one)])
         if names:
             found.append((layer, names))
     return found
 
 
 def streamable_bytes(model: nn.Module) -> list[int]:
-    """Of the frozen weights of each layer that could be streamed."""
+    """Bytes of the frozen weights of each layer that could be streamed."""
     return [sum(layer.module.get_parameter(name).nbytes for name in names) for layer, names in _streamable(model)]
 
 
 def is_streamed(module: nn.Module) -> bool:
-    """Whether the frozen weights of a layer wait on the host."""
+    """Whether weights of a layer wait on the host."""
     return STREAMED in vars(module)
 
 
@@ -238,8 +284,7 @@ def check_not_offloaded(model: nn.Module) -> None:
     if any(getattr(one, "offload", False) for hook in hooks for one in getattr(hook, "hooks", (hook,))):
         raise InputError(
             "accelerate's cpu_offload, disk_offload and device_map: no parameter of an offloaded model gets a "
-            "gradient, so nothing would train: load it without, and keep frozen weights on the host by --stream_frozen "
-            "host"
+            "gradient, so nothing would train: load it without, and keep weights on the host by --stream_weights host"
         )
 
 

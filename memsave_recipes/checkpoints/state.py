@@ -10,6 +10,7 @@ them, and leaves out a schedule that it has not prepared. Randomness needs no sa
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -115,9 +116,11 @@ class TrainState:
     def is_finite(self) -> bool:
         """Return whether all weights that train (of this rank) are finite; copy none, wait for the device once."""
         trained = locals_of(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        found = [part.aminmax() for part in trained if part.numel()]
-        extremes = [extreme.isfinite() for pair in found for extreme in pair]  # NaN is extreme
-        return not extremes or bool(torch.stack(extremes).all())
+        found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # some weights may wait on the host
+        for part in trained:
+            if part.numel():
+                found[part.device] += [extreme.isfinite() for extreme in part.aminmax()]  # NaN is extreme
+        return all(bool(torch.stack(extremes).all()) for extremes in found.values())
 
     def write(self, folder: Path, record: Record) -> None:
         """Write everything and ``record`` to ``folder``. For one rank, which has all of it."""

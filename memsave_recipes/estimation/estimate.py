@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights, stream_of
+from memsave_recipes.activations.streaming import WeightStream, stream_of, stream_weights
 from memsave_recipes.activations.tiled_attention import without_flash
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
@@ -200,9 +200,10 @@ class SimulatedStream(SimulatedCopies):
         self.began = self.clock.now
 
 
-def stream_on_target(model: nn.Module) -> None:
-    """Let a model of fake tensors stream the frozen weights of its layers, on a CUDA target."""
-    stream_frozen_weights(model, WeightStream(CPU, SimulatedStream(SimulatedClock(), inf), looks_ahead=False))
+def stream_on_target(model: nn.Module, *, trained: bool = False) -> None:
+    """Let a model of fake tensors stream the weights of its layers as ``stream_weights`` does, on a CUDA target."""
+    stream = WeightStream(CPU, SimulatedStream(SimulatedClock(), inf), looks_ahead=False)
+    stream_weights(model, stream, trained=trained)
 
 
 def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

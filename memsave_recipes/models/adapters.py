@@ -43,7 +43,7 @@ from memsave_recipes.text import first_line
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import PeftModel
 
-StreamFrozen = Literal["none", "host"]
+StreamWeights = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
 ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score"), None: ()}
 """Endings of the modules of which peft trains a copy in any case, by the kind of task; it has none for images."""
@@ -96,8 +96,12 @@ class LoraArguments:
     load_in_4bit: bool = field(
         default=False, metadata={"help": "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)"}
     )
-    stream_frozen: StreamFrozen = field(
-        default="none", metadata={"help": "host: frozen weights of layers wait there until their layer runs (on a GPU)"}
+    stream_weights: StreamWeights = field(
+        default="none",
+        metadata={
+            "help": "host: weights of layers wait there until their layer runs (on a GPU): frozen ones, and with "
+            "--offload_optimizer step all"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -117,7 +121,7 @@ class LoraArguments:
             self._check_whole_weights("--train_last_blocks")
         if self.load_in_4bit:
             self._check_4bit()
-        if self.stream_frozen != "none":
+        if self.stream_weights != "none":
             self._check_streaming()
         if (adapter := self._adapter) is not None:
             self._check_adapter(adapter)
@@ -165,9 +169,12 @@ class LoraArguments:
             raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them later")
 
     def _check_streaming(self) -> None:
-        asked = f"--stream_frozen {self.stream_frozen}"
-        if not self.freezes:
-            raise InputError(f"{asked}: no weights are frozen: pass --lora or --train_last_blocks, or leave it out")
+        asked = f"--stream_weights {self.stream_weights}"
+        if not self.freezes and getattr(self, "offload_optimizer", "none") != "step":
+            raise InputError(
+                f"{asked}: all weights train, on the device: pass --offload_optimizer step, --lora or "
+                "--train_last_blocks, or leave it out"
+            )
         if self.load_in_4bit:
             raise InputError(f"{asked} cannot move the packed weights of --load_in_4bit: leave one of them out")
         if self.lora_merge:

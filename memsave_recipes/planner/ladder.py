@@ -158,7 +158,7 @@ WITH_OFFLOADING = (*ESTIMATED, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
-STREAMED = (*ADAPTERS, "--stream_frozen", "host")
+STREAMED = (*ADAPTERS, "--stream_weights", "host")
 IN_SHARDS = ("--shard", "full")
 SAME_CURVE = ""
 

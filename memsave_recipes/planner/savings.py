@@ -185,10 +185,10 @@ def _adapters(setup: Setup) -> Iterator[Saving]:
 
 def _streamed_weights(setup: Setup) -> Iterator[Saving]:
     """Free frozen weights of layers, but of the two that are on the device at a time."""
-    is_off = setup.flags.get("stream_frozen") == "none" and not setup.flags.get("load_in_4bit")
+    is_off = setup.flags.get("stream_weights") == "none" and not setup.flags.get("load_in_4bit")
     if is_off and setup.device_type != "cpu":
         of_layers = sorted(streamable_bytes(setup.model))
-        yield Saving(flags="--stream_frozen host", weights_bytes=sum(of_layers[:-2]))
+        yield Saving(flags="--stream_weights host", weights_bytes=sum(of_layers[:-2]))
 
 
 def _half_precision(setup: Setup) -> Iterator[Saving]:

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.activations.streaming import host_bytes
+from memsave_recipes.activations.streaming import ALL, FROZEN, NONE, host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import Target, find_target, target_of
@@ -56,7 +56,7 @@ class Task:
         loss_of: the summed loss of a micro-batch under ``trained``'s module.
         micro_batch: a micro-batch of so many samples with the largest shapes of the data; its values are not read.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
-        stream_frozen: whether the frozen weights of layers wait on the host.
+        stream_weights: whether weights of layers wait on the host.
         losses: the values of ``--loss`` to compare; ``(None,)`` for a recipe with one loss.
         assumed: assumptions made in place of data, for people.
     """
@@ -69,9 +69,16 @@ class Task:
     loss_of: Callable[[nn.Module, Batch], Tensor]
     micro_batch: Callable[[int], Batch]
     takes_adapters: bool = False
-    stream_frozen: bool = False
+    stream_weights: bool = False
     losses: tuple[str | None, ...] = (None,)
     assumed: tuple[str, ...] = ()
+
+    @property
+    def streamed(self) -> str:
+        """The weights of layers that wait on the host: of those that train, where the host steps them."""
+        if not self.stream_weights:
+            return NONE
+        return ALL if self.optim.offload_optimizer == "step" else FROZEN
 
     def planned_model(self) -> nn.Module:
         """Build the model with its adapters, without weights."""
@@ -88,8 +95,8 @@ def fake_planned_model(task: Task, target: Target) -> nn.Module:
         InputError: no weights of its layers can be streamed, where they are to be.
     """
     model = fake_model(task.planned_model)
-    if task.stream_frozen and target.device_type != "cpu":
-        stream_on_target(model)
+    if task.stream_weights and target.device_type != "cpu":
+        stream_on_target(model, trained=task.streamed == ALL)
     return model
 
 

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.activations.side_effects import CONTAINERS, OF_TORCH
+from memsave_recipes.activations.streaming import stream_of
 from memsave_recipes.sharding.tensors import local
 
 
@@ -25,7 +26,7 @@ def preserve_state(
 
     Put back are buffers, gradients, what modules hold as attributes, and the random number generators of torch (on the
     host and on ``device``), Python and numpy. No hook acts on accumulated gradients meanwhile, as an optimizer that
-    steps in the backward would.
+    steps in the backward would, and those of streamed weights go to their parameters.
 
     Args:
         device: of the model; by default that of its parameters.
@@ -65,6 +66,8 @@ class SavedState:
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
         self._hooks = [(of_one, dict(of_one)) for of_one in hooks if of_one]
+        self._stream = stream_of(model)
+        self._leave = None if self._stream is None else self._stream.leave
         self._generators = _read_generators(device)
         self._python_rng, self._numpy_rng = random.getstate(), np.random.get_state()
         self._clear_gradients()
@@ -81,6 +84,8 @@ class SavedState:
             parameter.grad = gradient
         for hooks, kept in self._hooks:
             hooks.update(kept)
+        if self._stream is not None:
+            self._stream.leave = self._leave
 
     def changed_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters that were saved and now differ."""
@@ -107,6 +112,8 @@ class SavedState:
             parameter.grad = None
         for hooks, _ in self._hooks:
             hooks.clear()
+        if self._stream is not None:
+            self._stream.leave = None
 
 
 def read_rng(device: torch.device) -> dict[str, Tensor]:

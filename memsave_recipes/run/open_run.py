@@ -66,7 +66,8 @@ class OpenRun:
         if self.groups is not None:
             check_precision(args.shard, accelerator.mixed_precision)
         layout = self.args.layout(accelerator.num_processes)
-        check_offload(args, accelerator.mixed_precision)
+        streams = self.flags.get("stream_weights") == "host"
+        check_offload(args, layout, accelerator.mixed_precision, streams=streams)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
     def chose(self, **flags: Any) -> None:

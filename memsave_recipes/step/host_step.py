@@ -15,6 +15,8 @@ NOTE [ steps on the host ]
 4. The masters are stepped in pieces (``pieces_of``). While one is stepped, the one before travels to the device.
 5. Under DDP, and where gradients are added up in a fixed order, they stay on the device until the last backward ends.
 6. A checkpoint holds the masters where they have more bits than the weights.
+7. A weight that waits on the host itself (``--stream_weights``) is its own master if the dtypes are the same. It is
+   stepped when no copy reads it.
 """
 
 from collections import deque
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memsave_recipes.activations.offload import Copies, SideStream
+from memsave_recipes.activations.streaming import WeightStream
 from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, pieces_of
 
 LEAVING_BYTES = 2**26
@@ -44,17 +47,32 @@ class HostMasters:
         parameters: that train.
         dtype: of the masters; ``None``: that of each parameter.
         up, down: copies in both directions.
+        waiting: those of the parameters that wait on the host themselves.
 
     Attributes:
         of: the master of each parameter.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None, up: Copies, down: Copies) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        dtype: torch.dtype | None,
+        up: Copies,
+        down: Copies,
+        waiting: Iterable[nn.Parameter] = (),
+    ) -> None:
         self._up, self._down = up, down
+        self._waiting = set(waiting)
         memory = PinnedMemory(down.empty_on_host)
-        self.of = {one: nn.Parameter(memory.empty_like(one.detach(), dtype)) for one in parameters}
+
+        def master(weight: nn.Parameter) -> nn.Parameter:
+            is_one = weight in self._waiting and weight.dtype == (dtype or weight.dtype)
+            return weight if is_one else nn.Parameter(memory.empty_like(weight.detach(), dtype))
+
+        self.of = {weight: master(weight) for weight in parameters}
         self._sums = {one: memory.empty_like(one.detach(), dtype) for one in self.of}
         self._weights: dict[Tensor, nn.Parameter] = {master: one for one, master in self.of.items()}
+        self._stream: WeightStream | None = None
         self._are_current = False
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._last: Any = None
@@ -64,8 +82,12 @@ class HostMasters:
 
     def leave_in_backward(self) -> None:
         """Let every gradient leave the device as soon as it is there."""
-        for parameter in self.of:
-            parameter.register_post_accumulate_grad_hook(self._leave)
+        for weight in self.of.keys() - self._waiting:
+            weight.register_post_accumulate_grad_hook(self._leave)
+
+    def leave_stream(self, stream: WeightStream) -> None:
+        """Take the gradients of weights that ``stream`` brings to the device."""
+        self._stream, stream.leave = stream, self.take_gradient
 
     def is_wide(self, master: Tensor) -> bool:
         """Return whether a master has more bits than its weight."""
@@ -83,19 +105,29 @@ class HostMasters:
         """Wait until all gradients of the step are on the host."""
         if not self._are_current:
             self.take({})
-        for parameter in self.of:
-            if parameter.grad is not None:
-                self._leave(parameter)
+        for weight in self.of:
+            if weight not in self._waiting and weight.grad is not None:
+                self._leave(weight)
         self._free_leaving(0)
+        if self._stream is not None:
+            self._stream.settle()
         if self._last is not None:
             self._last.synchronize()
         self._ring.drain()
 
-    @torch.no_grad()
-    def _leave(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
+    def _leave(self, weight: nn.Parameter) -> None:
+        gradient, weight.grad = weight.grad, None
         assert gradient is not None, "called where there is one"
-        master, total = self.of[parameter], self._sums[parameter]
+        self.take_gradient(weight, gradient)
+
+    @torch.no_grad()
+    def take_gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Begin to copy a gradient of ``weight`` to the host, to be added to those of the step."""
+        master, total = self.of[weight], self._sums[weight]
+        if gradient.stride() != total.stride():  # copied in the layout of its memory alone
+            gradient = torch.empty_strided(
+                total.size(), total.stride(), dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
         if master.grad is None and gradient.dtype == total.dtype:
             self._last = self._down.start([(total, gradient)])
         else:
@@ -118,7 +150,9 @@ class HostMasters:
         """Begin to copy stepped ``masters`` to the device, in the dtype of the weights."""
         for master in masters:
             weight, source = self._weights[master].detach(), master.detach()
-            if weight.dtype == source.dtype:
+            if self._weights[master] in self._waiting:
+                weight.copy_(source)
+            elif weight.dtype == source.dtype:
                 self._last = self._up.start([(weight, source)])
             else:
                 staged = self._ring.take(weight).copy_(source)
@@ -222,23 +256,33 @@ class _OptimizerOfMasters(Optimizer):
         return [master for group in self.param_groups for master in group["params"]]
 
 
-def step_masters(optimizer: Optimizer, masters: HostMasters, *, leave_in_backward: bool = True) -> None:
+def step_masters(
+    optimizer: Optimizer, masters: HostMasters, *, leave_in_backward: bool = True, stream: WeightStream | None = None
+) -> None:
     """Let ``optimizer``, which steps ``masters``, take their gradients from the device and send the weights there.
 
     Args:
         leave_in_backward: let a gradient leave as soon as it is there: not where several ranks, or an order of their
             own, make the sum.
+        stream: of weights that wait on the host.
     """
     kind: Any = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_OptimizerOfMasters, kind), {"masters": masters})
+    if stream is not None:
+        masters.leave_stream(stream)
     if leave_in_backward:
         masters.leave_in_backward()
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # nothing on the device says found_inf
 
 
-def masters_on_host(parameters: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> HostMasters:
-    """Make masters of ``parameters`` on an accelerator."""
-    return HostMasters(parameters, dtype, SideStream(device), SideStream(device))
+def masters_on_host(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    waiting: Iterable[nn.Parameter] = (),
+) -> HostMasters:
+    """Make masters of ``parameters`` of an accelerator, as ``HostMasters`` does."""
+    return HostMasters(parameters, dtype, SideStream(device), SideStream(device), waiting)
 
 
 def masters_of(optimizer: Optimizer | None) -> HostMasters | None:

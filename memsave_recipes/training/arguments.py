@@ -483,7 +483,7 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
             "--offload_optimizer step keeps whole weights on the host: take state": self.offload_optimizer == "step",
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
-            "--stream_frozen keeps whole weights on the host": flags.get("stream_frozen", "none") != "none",
+            "--stream_weights keeps whole weights on the host": flags.get("stream_weights", "none") != "none",
             "--use_dora measures the rows of whole weights": bool(flags.get("use_dora")),
             "--lora_merge adds to whole weights: merge afterwards with --model_name_or_path FOLDER --lora_merge "
             "--eval_only": bool(flags.get("lora_merge")),

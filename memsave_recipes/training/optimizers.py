@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from memsave_recipes.activations.streaming import stream_of, streamed_parameters
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.sharding.tensors import is_sharded, local, whole
@@ -78,7 +79,7 @@ def make_optimizer(
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
     trained = trained_parameters(model)
-    parameters, masters = decay_groups(optim, model, trained), _masters(optim, trained)
+    parameters, masters = decay_groups(optim, model, trained), _masters(optim, model, trained)
     if masters is not None:
         parameters = [{**group, "params": [masters.of[one] for one in group["params"]]} for group in parameters]
     rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
@@ -104,9 +105,9 @@ def make_optimizer(
         case _:
             optimizer = AdamW(parameters, fused=True, **of_adamw)
     if masters is not None:
-        step_masters(optimizer, masters, leave_in_backward=leaves_in_backward)
+        step_masters(optimizer, masters, leave_in_backward=leaves_in_backward, stream=stream_of(model))
     elif _offloads(optim, trained):
-        keep_state_on_host(optimizer, local(trained[0]).device)
+        keep_state_on_host(optimizer, _device_of(trained))
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
@@ -114,17 +115,23 @@ def make_optimizer(
 
 def _offloads(optim: OptimizerArguments, trained: list[nn.Parameter]) -> bool:
     """Whether anything of the optimizer waits on the host, which the model is not on."""
-    is_asked, on_cpu = optim.offload_optimizer != NONE, local(trained[0]).device.type == "cpu"
+    is_asked, on_cpu = optim.offload_optimizer != NONE, _device_of(trained).type == "cpu"
     if is_asked and on_cpu:
         warnings.warn("offload_optimizer: the model runs on a CPU, so all of it stays where it is", stacklevel=3)
     return is_asked and not on_cpu
 
 
-def _masters(optim: OptimizerArguments, trained: list[nn.Parameter]) -> HostMasters | None:
+def _masters(optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter]) -> HostMasters | None:
     if optim.offload_optimizer != "step" or not _offloads(optim, trained):
         return None
     dtype = None if optim.bf16_stochastic_round else torch.float32
-    return masters_on_host(trained, trained[0].device, dtype)
+    return masters_on_host(trained, _device_of(trained), dtype, streamed_parameters(model))
+
+
+def _device_of(trained: list[nn.Parameter]) -> torch.device:
+    """That of the weights that do not wait on the host."""
+    devices = [local(weight).device for weight in trained]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -247,14 +254,28 @@ def check_in_backward(
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
 
 
-def check_offload(optim: OptimizerArguments, mixed_precision: str) -> None:
-    """Refuse loss scaling where gradients leave the device.
+def check_offload(optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, streams: bool) -> None:
+    """Refuse what needs gradients, or the weights that are streamed, on the device.
+
+    Args:
+        streams: whether weights of layers wait on the host.
 
     Raises:
-        InputError: ``--offload_optimizer step`` under fp16.
+        InputError: ``--offload_optimizer step`` under fp16; or beside ``--stream_weights`` several ranks, a layout that
+            adds up all gradients first, or an average of the weights.
     """
-    if optim.offload_optimizer == "step" and mixed_precision == "fp16":
+    if optim.offload_optimizer != "step":
+        return
+    if mixed_precision == "fp16":
         raise InputError("--offload_optimizer step: fp16 scales the loss on the device: take bf16, or state")
+    reasons = {
+        f"{layout.num_processes} ranks reduce gradients on their devices: launch one process": layout.num_processes > 1,
+        f"{layout.needs_all_gradients}: leave one of them out": layout.needs_all_gradients is not None,
+        "--ema_decay averages weights on the device: leave one of them out": optim.ema_decay is not None,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if streams and reason is not None:
+        raise InputError(f"--stream_weights host with --offload_optimizer step: {reason}")
 
 
 def step_in_backward(optimizer: Optimizer) -> None:

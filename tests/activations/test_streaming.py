@@ -32,8 +32,8 @@ from memsave_recipes.activations.streaming import (
     nothing_ahead,
     place,
     resident_tensors,
-    stream_frozen_weights,
     stream_of,
+    stream_weights,
     streamable_bytes,
     streamed_parameters,
 )
@@ -85,7 +85,7 @@ def adapted(model_type, dtype=torch.float32, **options):
 
 def streamed(model):
     stream = WeightStream(CPU, LateCopies())
-    stream_frozen_weights(model, stream)
+    stream_weights(model, stream)
     for parameter in streamed_parameters(model):
         parameter.data.neg_()
     return stream
@@ -247,13 +247,13 @@ def test_two_ranks(run_on_ranks):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({}, "--stream_frozen host: no weights are frozen: pass --lora"),
+        ({}, "--stream_weights host: all weights train, on the device: pass --offload_optimizer step"),
         ({"lora": True, "lora_merge": True}, "--lora_merge adds to weights on the device"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, words):
     with pytest.raises(InputError, match=words):
-        LoraArguments(stream_frozen="host", **flags)
+        LoraArguments(stream_weights="host", **flags)
 
 
 def test_a_model_without_frozen_weights_is_refused():
@@ -271,7 +271,7 @@ def test_layers_that_are_streamed_are_not_compiled():
 def test_a_cpu_streams_nothing_and_says_so():
     model = adapted("llama")
     with pytest.warns(UserWarning, match="its weights stay where they are"):
-        place(model, CPU, stream_frozen=True)
+        place(model, CPU, streamed="frozen")
     assert stream_of(model) is None
     assert not any(isinstance(layer.forward, StreamedLayer) for layer in layers_of(model))
 
@@ -295,7 +295,7 @@ def peaks(plan, streams):
     """Of a step, beyond what is there before: as it runs, and on fake tensors."""
     real = adapted("llama")
     if streams:
-        stream_frozen_weights(real, WeightStream(CPU, CopiesAtOnce(), looks_ahead=False))
+        stream_weights(real, WeightStream(CPU, CopiesAtOnce(), looks_ahead=False))
 
     with apply_plan(real, plan_blocks(real, plan)):
         for _ in range(2):

@@ -59,7 +59,7 @@ def loss_of(model, batch):
 def workload_of(name, dtype, device):
     torch.manual_seed(0)
     model = MAKE[name]().to(dtype).train()
-    place(model, device, stream_frozen=name == "streamed")
+    place(model, device, streamed="frozen" if name == "streamed" else "none")
     images, tokens = torch.zeros(4, 3, 32, 32, dtype=dtype), torch.zeros(4, 32, dtype=torch.long)
     batch = (images if name == "densenet" else tokens).to(device)
     stacks = block_names(find_stacks(model))

@@ -52,14 +52,14 @@ def test_an_image_recipe():
 
 def test_frozen_weights_of_layers_wait_on_the_host():
     network = causal_model("llama")
-    flags = {**TEXT_FLAGS, "lora": True, "stream_frozen": "none"}
-    assert "--stream_frozen host" not in freed(flags, network=network, device_type="cuda")  # none is frozen
+    flags = {**TEXT_FLAGS, "lora": True, "stream_weights": "none"}
+    assert "--stream_weights host" not in freed(flags, network=network, device_type="cuda")  # none is frozen
     for parameter in network.model.parameters():
         parameter.requires_grad_(False)
     of_layer = sum(parameter.nbytes for parameter in layers_of(network)[0].parameters())
-    assert freed(flags, network=network, device_type="cuda")["--stream_frozen host"] == of_layer  # of three
-    assert "--stream_frozen host" not in freed(flags, network=network)
-    assert "--stream_frozen host" not in freed(flags | {"stream_frozen": "host"}, network=network, device_type="cuda")
+    assert freed(flags, network=network, device_type="cuda")["--stream_weights host"] == of_layer  # of three
+    assert "--stream_weights host" not in freed(flags, network=network)
+    assert "--stream_weights host" not in freed(flags | {"stream_weights": "host"}, network=network, device_type="cuda")
 
 
 def test_the_same_curve_comes_first():

@@ -8,7 +8,7 @@ import torch
 from chains import block, option
 from torch import nn
 
-from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights
+from memsave_recipes.activations.streaming import WeightStream, stream_weights
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
 from memsave_recipes.planner.budget import (
@@ -290,7 +290,7 @@ def test_sharding_is_over_as_few_devices_as_suffice():
 def with_weights_on_the_host():
     model = causal_model("llama").requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    stream_frozen_weights(model, WeightStream(torch.device("cpu"), CopiesAtOnce()))
+    stream_weights(model, WeightStream(torch.device("cpu"), CopiesAtOnce()))
     return model
 
 

@@ -45,7 +45,11 @@ def test_optimizers_that_step_shards(name):
     ("flag", "value", "line"),
     [
         ("lora_merge", True, "--shard 2: --lora_merge adds to whole weights: merge afterwards with"),
-        ("stream_frozen", "host", "--shard 2: --stream_frozen keeps whole weights on the host: leave one of them out"),
+        (
+            "stream_weights",
+            "host",
+            "--shard 2: --stream_weights keeps whole weights on the host: leave one of them out",
+        ),
         ("load_in_4bit", True, "--shard 2: --load_in_4bit packs whole weights: leave one of them out"),
     ],
 )

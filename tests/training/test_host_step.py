@@ -9,12 +9,18 @@ from host_copies import CopiesInOrder
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.streaming import WeightStream, place, stream_weights, streamed_parameters
 from memsave_recipes.errors import InputError
+from memsave_recipes.exact.batch_layouts import IndexedLayout
+from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.step import host_state, host_step
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.host_step import HostMasters, masters_of
 from memsave_recipes.training import optimizers
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import check_offload, clip_gradients, make_optimizer
+from tests.decoders import causal_model
 
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
 RULES = {
@@ -71,8 +77,8 @@ def small_copies(monkeypatch):
     monkeypatch.setattr(host_step, "LEAVING_BYTES", 2**12)
     if DEVICE.type == "cpu":
 
-        def late(parameters, device, dtype):
-            return HostMasters(parameters, dtype, CopiesInOrder(), CopiesInOrder())
+        def late(parameters, device, dtype, waiting):
+            return HostMasters(parameters, dtype, CopiesInOrder(), CopiesInOrder(), waiting)
 
         monkeypatch.setattr(optimizers, "masters_on_host", late)
         monkeypatch.setattr(optimizers, "_offloads", lambda optim, trained: optim.offload_optimizer != "none")
@@ -180,6 +186,69 @@ def test_what_needs_gradients_on_the_device_is_refused(options):
 
 def test_loss_scaling_is_refused():
     with pytest.raises(InputError, match="fp16 scales the loss on the device: take bf16, or state"):
-        check_offload(settings(offload="step"), "fp16")
-    check_offload(settings(offload="step"), "bf16")
-    check_offload(settings(offload="state"), "fp16")
+        check_offload(settings(offload="step"), BatchLayout.of(8, 4, 1), "fp16", streams=False)
+    check_offload(settings(offload="step"), BatchLayout.of(8, 4, 2), "bf16", streams=False)
+    check_offload(settings(offload="state"), BatchLayout.of(8, 4, 2), "fp16", streams=True)
+
+
+def streaming(dtype):
+    """A language model whose layers' weights wait on the host, and its stream."""
+    model = causal_model("llama", dtype).to(DEVICE)
+    if DEVICE.type != "cpu":
+        place(model.cpu(), DEVICE, streamed="all")
+        return model
+    stream_weights(model, WeightStream(DEVICE, CopiesInOrder()), trained=True)
+    return model
+
+
+def train_language(model, optim, optimizer, *, steps, plan="full"):
+    handle = apply_plan(model, plan_blocks(model, plan))
+    accelerator = Accelerator(cpu=DEVICE.type == "cpu")
+    for step in steps:
+        for tokens in torch.randint(50, (2, 2, 8), generator=torch.Generator().manual_seed(step)).to(DEVICE):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        clip_gradients(optim, accelerator, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    return {name: weight.cpu() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("plan", ["none", "full"])
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, STOCHASTIC)], ids=str
+)
+def test_streamed_weights_train_to_the_bits_of_those_on_the_device(dtype, options, plan):
+    model, other = streaming(dtype), causal_model("llama", dtype).to(DEVICE)
+    optim, optimizer = on_host(model, **options)
+    assert len(streamed_parameters(model)) > 10
+    _, optimizer_of_other = on_host(other, **options)
+    found = train_language(model, optim, optimizer, steps=range(LATER), plan=plan)
+    expected = train_language(other, optim, optimizer_of_other, steps=range(LATER), plan=plan)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert all(weight.device.type == "cpu" for weight in streamed_parameters(model))
+
+
+def test_gradients_outside_of_training_go_to_the_weights_on_the_host():
+    model, other = streaming(torch.float32), causal_model("llama", torch.float32).to(DEVICE)
+    _, optimizer = on_host(model)
+    tokens = torch.arange(8).to(DEVICE)[None]
+    with preserve_state(model, DEVICE):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients = {name: weight.grad.cpu() for name, weight in model.named_parameters()}
+    other.train()(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(torch.equal(gradients[name], weight.grad.cpu()) for name, weight in other.named_parameters())
+    assert all(master.grad is None for master in masters_of(optimizer).of.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "reason"),
+    [
+        (BatchLayout.of(8, 4, 2), {}, "2 ranks reduce gradients on their devices: launch one process"),
+        (IndexedLayout.of(8, 4, 1), {}, "leave one of them out"),
+        (BatchLayout.of(8, 4, 1), {"ema_decay": 0.9}, "--ema_decay averages weights on the device"),
+    ],
+)
+def test_what_needs_streamed_weights_on_the_device_is_refused(layout, options, reason):
+    with pytest.raises(InputError, match=f"--stream_weights host with --offload_optimizer step: .*{reason}"):
+        check_offload(settings(offload="step", **options), layout, "no", streams=True)

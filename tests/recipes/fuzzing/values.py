@@ -129,7 +129,7 @@ LORA = {
     "lora_target_modules": Values(("all-linear",), (None, ""), ("c_attn", "query", "x", "*", "[", "all-linear x")),
     "lora_merge": Values(("no",), SWITCH[1], (None,)),
     "load_in_4bit": Values(("no",), (*SWITCH[1], None)),
-    "stream_frozen": Values(("none",), ("", "disk", "None"), ("host", None)),
+    "stream_weights": Values(("none",), ("", "disk", "None"), ("host", None)),
 }
 TEXT = {
     "dataset": Values((), (None, *ODD_PATHS, "a/b", "é")),  # a base names files

@@ -178,8 +178,9 @@ Tensor& set_empty(Tensor& self) {
 // torch's cache of pinned memory keeps them; memory of the device does not, unless it is recorded on the stream.
 void copy_later(const Tensor& self, const Tensor& source, const Tensor& target, const Tensor& from, c10::StreamId stream) {
   if (target.is_non_overlapping_and_dense()) std::memset(target.mutable_data_ptr(), kPoison, target.nbytes());
-  const Tensor kept = self.is_cpu() ? self : (source.is_cpu() ? source : Tensor());
-  enqueue(stream, [target, from, kept] {
+  const Tensor kept = self.is_cpu() ? self : (source.is_cpu() ? source : target);
+  // Aliases have no Python object. To free one takes Python's lock, which a thread that waits for the queues may hold.
+  enqueue(stream, [target = target.alias(), from = from.alias(), kept = kept.alias()] {
     const BelowAutograd below;
     target.copy_(from);
   });
