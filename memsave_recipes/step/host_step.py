@@ -82,8 +82,9 @@ class HostMasters:
 
     def leave_in_backward(self) -> None:
         """Let every gradient leave the device as soon as it is there."""
-        for weight in self.of.keys() - self._waiting:
-            weight.register_post_accumulate_grad_hook(self._leave)
+        for weight in self.of:
+            if weight not in self._waiting:
+                weight.register_post_accumulate_grad_hook(self._leave)
 
     def leave_stream(self, stream: WeightStream) -> None:
         """Take the gradients of weights that ``stream`` brings to the device."""
