@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import datasets
@@ -54,24 +55,14 @@ GREY, MAX_GREY_BITS = "I;16", 16  # Pillow's modes of such images begin so
 of_each_image = partial(of_each, column="image", dtype="string", threads=8)  # reading and hashing leave Python's lock
 
 
-@dataclass(frozen=True)
-class Key:
-    """What a data set is asked for: a sample, its epoch, whether it counts, and the sample that it is mixed with."""
-
-    index: int
-    epoch: int = 0
-    counted: bool = True
-    partner: int | None = None
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """One split, decoded sample by sample; an image that cannot be raises ``InputError`` with its path.
 
-    A key is an ``int`` (a counted sample of epoch 0) or has the attributes of ``Key``. A sample suits torch's default
-    collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` of ``LabelLoss``, ``index``, and with
-    an augmentation ``affine`` float32 (2, 3). Where ``transforms`` mix it with its partner, by default itself,
-    ``labels`` are shares of the classes, float32 (C,), NaN where it is not counted.
+    A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch``, ``counted`` and ``partner``. A sample
+    suits torch's collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` of ``LabelLoss``,
+    ``index``, and with an augmentation ``affine`` float32 (2, 3). Where ``transforms`` mix it with its partner, by
+    default itself, ``labels`` are shares of the classes, float32 (C,), NaN where it is not counted.
     """
 
     rows: datasets.Dataset
@@ -96,7 +87,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitems__(self, keys: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the samples of a batch, as torch's loader asks for them: each picture is loaded once."""
-        asked = [Key(key) if isinstance(key, int) else key for key in keys]
+        first_epoch = {"epoch": 0, "counted": True, "partner": None}
+        asked = [SimpleNamespace(index=key, **first_epoch) if isinstance(key, int) else key for key in keys]
         places = dict.fromkeys((index, key.epoch) for key in asked for index in self._parts(key))
         pictures = self._load(list(places))
         return [self._sample(key, *(pictures[index, key.epoch] for index in self._parts(key))) for key in asked]
