@@ -322,6 +322,7 @@ def test_chat_templates_with_a_mistake(prompts, tmp_path, capsys, monkeypatch, t
     line = refusal_of(capsys, folder, "one")
     assert message in line
     assert "\x1b" not in line
+    assert line.endswith("): change it, or continue a text with --no_chat")
 
 
 @pytest.mark.parametrize("named", ["../elsewhere.safetensors", "/etc/elsewhere.safetensors", "weights.bin", 3])

@@ -232,8 +232,10 @@ def encode(
 
 
 def render_prompt(chat: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the next reply of the assistant follows; raise ``InputError`` where the template refuses it."""
-    return _Template(tokenizer, "a conversation", chat["tools"]).render(chat["messages"], add_generation_prompt=True)
+    """Return what the next reply follows, for ``memsave predict``; raise ``InputError`` where it is refused."""
+    way_out = "change it, or continue a text with --no_chat"
+    template = _Template(tokenizer, "a conversation", chat["tools"], way_out)
+    return template.render(chat["messages"], add_generation_prompt=True)
 
 
 def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int]]) -> np.ndarray:
@@ -249,11 +251,12 @@ def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[i
 
 @dataclass(frozen=True, eq=False)
 class _Template:
-    """The chat template of a tokenizer; ``place`` names the conversation in messages."""
+    """The chat template of a tokenizer; ``place`` names the conversation in messages, ``way_out`` ends a refusal."""
 
     tokenizer: PreTrainedTokenizerBase
     place: str
     tools: list[dict[str, Any]] | None = None
+    way_out: str = "change the row, or pass another --chat_template"
 
     def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
         text = self.render(messages)
@@ -299,10 +302,7 @@ class _Template:
             return str(self.apply(messages, tokenize=False, **options))
         except Exception as error:  # raise_exception() of templates, and whatever else goes wrong in one
             words = " ".join(str(error).split())
-            raise InputError(
-                f"{self.place} is refused by the chat template ({words}): change the row, or pass another "
-                "--chat_template"
-            ) from error
+            raise InputError(f"{self.place} is refused by the chat template ({words}): {self.way_out}") from error
 
     def render_turns(self, messages: list[Message]) -> str:
         """Render without what follows at the end: the generation prompt, or the end of a conversation (Phi-3)."""
