@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
-from math import inf, isfinite
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mse")
 def scalars_of(figures: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of an evaluation that are single values, not of each class."""
     return {name: value for name, value in figures.items() if not isinstance(value, dict | list)}
+
+
+def _is_nan(figure: Any) -> bool:
+    return isinstance(figure, float) and isnan(figure)
 
 
 def checked_state(state: Any) -> Any:
@@ -185,11 +189,12 @@ class RunReport:
         """Log an evaluation after ``step``, but not those of each class; return whether it is the best by ``metric``.
 
         One that is not better by more than ``threshold`` adds to ``stale_evaluations``, as of transformers'
-        ``EarlyStoppingCallback``.
+        ``EarlyStoppingCallback``. Figures that are NaN, which is never better, are left out; the loss has to be finite.
 
         Raises:
             NotFinite: its loss is not finite.
         """
+        figures = {name: figure for name, figure in figures.items() if name == "loss" or not _is_nan(figure)}
         log_metrics(self.accelerator, {f"eval/{key}": value for key, value in scalars_of(figures).items()}, step)
         if not isfinite(figures["loss"]):
             raise NotFinite(
@@ -197,8 +202,9 @@ class RunReport:
                 "lower --learning_rate and --weight_decay, or look at the held-out data"
             )
         self.evaluated, self.evaluated_at = figures, step
-        sign, before = -1 if metric in LOWER_IS_BETTER else 1, self.best_figure
-        gain = inf if before is None else sign * (figures[metric] - before)
+        sign = -1 if metric in LOWER_IS_BETTER else 1
+        before = -sign * inf if self.best_figure is None else self.best_figure
+        gain: float = sign * (figures.get(metric, nan) - before)
         self.stale_evaluations = 0 if gain > threshold else self.stale_evaluations + 1
         if gain > 0:
             self.best_figure = figures[metric]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,7 @@ class TrainingRun:
         return self._report.state_dict()
 
     def _check_metric(self, figures: dict[str, Any]) -> None:
-        """``--metric_for_best_model`` is a figure of the evaluations.
+        """``--metric_for_best_model`` is a figure of the evaluations; print a line where it is not defined.
 
         Raises:
             InputError: it is none; the step has been saved.
@@ -263,6 +264,9 @@ class TrainingRun:
             raise InputError(
                 f"--metric_for_best_model {metric}: must be one of {', '.join(sorted(known))}; go on with --resume"
             )
+        if isnan(known[metric]) and isfinite(known["loss"]):
+            words = f"the {metric} of the evaluation after step {self.step} is not defined, so it counts as not better"
+            self.accelerator.print(f"note: {words}")
 
     def _stops_early(self) -> bool:
         """Return whether the run ends here by ``--early_stopping_patience``; if so, save its last step."""
@@ -273,9 +277,10 @@ class TrainingRun:
         with self._report.clock.paused():
             self._checkpoints.save(self.step, self._report.state_dict())
         self.batches.end_after(self.step)
+        than = "" if best is None else f" than a {self.args.metric_for_best_model} of {best:.4f}"
         line = (
             f"--early_stopping_patience {patience}: the run ends after step {self.step}, as its last {patience} "
-            f"evaluations were not better than a {self.args.metric_for_best_model} of {best:.4f}"
+            f"evaluations were not better{than}"
         )
         self.accelerator.print(line)
         alert(self.accelerator, "the run has ended early", line)

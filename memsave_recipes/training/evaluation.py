@@ -189,8 +189,9 @@ def evaluate_classifier(
     Returns:
         The mean ``loss``, without smoothing and weights. Of one class a sample ``accuracy``, and of more than 5 classes
         ``top5_accuracy``; of several ``f1_micro`` and ``f1_macro``; of numbers ``mse``, and ``pearson`` and
-        ``spearmanr`` where they are defined. Of classes also ``classes``, by name ``precision``, ``recall`` and
-        ``support``; and of at most 50 ``confusion_matrix``: a row a class, a column a prediction.
+        ``spearmanr``, which are NaN where all answers or all labels are equal. Of classes also ``classes``, by name
+        ``precision``, ``recall`` and ``support``; and of at most 50 ``confusion_matrix``: a row a class, a column a
+        prediction.
     """
     loss = LabelLoss(problem_type=problem_type)
     outcomes: list[tuple[Tensor, Tensor]] = []
@@ -235,9 +236,9 @@ def _of_numbers(predictions: Tensor, references: Tensor) -> dict[str, float]:
     pairs = sorted(zip(references.tolist(), predictions.tolist(), strict=True))
     figures = {"mse": exact_sum((predicted - expected) ** 2 for expected, predicted in pairs) / len(pairs)}
     expected, predicted = zip(*pairs, strict=True)
-    if len(set(expected)) > 1 and len(set(predicted)) > 1:
-        figures["pearson"] = float(pearsonr(predicted, expected).statistic)
-        figures["spearmanr"] = float(spearmanr(predicted, expected).statistic)
+    is_defined = len(set(expected)) > 1 and len(set(predicted)) > 1
+    figures["pearson"] = float(pearsonr(predicted, expected).statistic) if is_defined else nan
+    figures["spearmanr"] = float(spearmanr(predicted, expected).statistic) if is_defined else nan
     return figures
 
 

@@ -1,6 +1,7 @@
 """A run ends where its evaluations stop improving, by any of their figures, and to the same end after any life."""
 
 import json
+from math import nan
 
 import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
@@ -62,6 +63,47 @@ def test_small_gains_do_not_count(train, tmp_path):
     best = max(rows, key=lambda row: row["eval/accuracy"])  # the first of equals
     (folder,) = (tmp_path / "run/checkpoints").glob("best-*")
     assert folder.name == f"best-{best['step']}"
+
+
+@pytest.fixture
+def evaluations_find(recipe, monkeypatch):
+    """``evaluations_find(nan, 0.5, ...)``: one after the other has this for its ``pearson``, and a loss of 1."""
+
+    def script(*found):
+        left = iter(found)
+        monkeypatch.setattr(recipe, "evaluate_classifier", lambda *_, **__: {"loss": 1.0, "pearson": next(left)})
+
+    return script
+
+
+BY_PEARSON = [*STUCK, "--metric_for_best_model", "pearson", "--save_best", "--save_every", "1"]
+
+
+def test_a_figure_that_is_not_defined_is_never_better(train, evaluations_find, kill_after, tmp_path, capsys):
+    """After 2 steps none, after 4 the best, after 6 and 8 none and no better one: two in a row, and the run ends."""
+    evaluations_find(nan, 0.5, nan)
+    with kill_after(7):
+        train(*BY_PEARSON)
+    evaluations_find(0.5)
+    results = train(*BY_PEARSON, "--resume")
+    assert results["steps"] == 8
+    assert results["eval"] == {"loss": 1.0, "pearson": 0.5}
+    known = {row["step"]: row.get("eval/pearson") for row in rows_of(tmp_path / "run") if "eval/loss" in row}
+    assert known == {2: None, 4: 0.5, 6: None, 8: 0.5}
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("best-*")] == ["best-4"]
+    printed = capsys.readouterr().out
+    for step in (2, 6):
+        assert printed.count(f"note: the pearson of the evaluation after step {step} is not defined") == 1
+    assert "evaluations were not better than a pearson of 0.5000" in printed
+
+
+def test_a_figure_that_is_never_defined_has_no_best(train, evaluations_find, tmp_path, capsys):
+    evaluations_find(nan, nan)
+    results = train(*BY_PEARSON)
+    assert results["steps"] == 4
+    assert json.loads((tmp_path / "run/results.json").read_text())["eval"] == {"loss": 1.0}
+    assert not list((tmp_path / "run/checkpoints").glob("best-*"))
+    assert "after step 4, as its last 2 evaluations were not better\n" in capsys.readouterr().out
 
 
 def test_a_figure_that_evaluations_do_not_have_costs_no_step(train, ending, tmp_path):

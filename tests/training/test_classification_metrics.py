@@ -95,7 +95,8 @@ def test_numbers():
     assert figures["spearmanr"] == pytest.approx(1)
 
 
-def test_the_correlation_with_one_answer_is_not_defined(recwarn):
-    figures = evaluated(([[1.0], [1.0]], [1.0, 4.0]), problem_type=REGRESSION)
-    assert figures == {"mse": 4.5, "loss": 4.5}
+@pytest.mark.parametrize(("answers", "labels"), [((1.0, 1.0), (1.0, 4.0)), ((1.0, 4.0), (1.0, 1.0))])
+def test_the_correlation_with_one_answer_or_label_is_not_defined(answers, labels, recwarn):
+    figures = evaluated(([[answer] for answer in answers], list(labels)), problem_type=REGRESSION)
+    assert figures == pytest.approx({"mse": 4.5, "loss": 4.5, "pearson": nan, "spearmanr": nan}, nan_ok=True)
     assert not recwarn
