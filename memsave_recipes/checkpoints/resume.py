@@ -57,6 +57,8 @@ CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
 KEPT = {"decay_all": False, "too_long": "drop"}
 """Flags that by default, which is the value here, stay as a run began: one of an earlier version did otherwise."""
+CONTENTS = {"weights_by_class": "--class_weights"}
+"""What a run has read from the file of a flag, and that flag."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
@@ -222,6 +224,11 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
             notices.append(f"note: {change}: ranks add gradients in another order")
         elif name in PLACES:
             notices.append(f"note: {change}, which is taken to be the same")
+        elif name in CONTENTS:
+            raise InputError(
+                f"--resume: the file of {CONTENTS[name]} says something else than when the run was started: put it "
+                "back, or name another --output_dir"
+            )
         else:
             why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""
             raise InputError(

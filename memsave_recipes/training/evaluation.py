@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.errors import InputError, check_file, packages_of, require
+from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.losses import IGNORED_LABEL, MULTI, REGRESSION, SINGLE, LabelLoss, ProblemType
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.text import ProgressBar, join_names
@@ -36,7 +36,11 @@ _INPUTS = "predictions and references: class indices, equally many; average: Non
 
 @dataclass(kw_only=True)
 class LabelArguments:
-    """The loss of labelled samples."""
+    """The loss of labelled samples.
+
+    Attributes:
+        weights_by_class: what the file of ``--class_weights`` says, by name, so that a resumed run has the same.
+    """
 
     label_smoothing_factor: float = field(
         default=0.0, metadata={"help": "part of the loss that all classes share evenly; 0: the label's alone"}
@@ -45,12 +49,13 @@ class LabelArguments:
         default=None,
         metadata={"help": "weights of classes in the mean loss: balanced, or a .json or .yaml with one for each name"},
     )
+    weights_by_class: dict[str, float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         factor = self.label_smoothing_factor
         require(0 <= factor < 1, "--label_smoothing_factor", factor, "in [0, 1)")
-        if self.class_weights not in (None, BALANCED):
-            check_file("--class_weights", str(self.class_weights))
+        if self.class_weights is not None and self.class_weights != BALANCED:
+            self.weights_by_class = _read_weights(self.class_weights)
 
     def label_loss(
         self, problem_type: ProblemType, label_names: Sequence[str], labels: Sequence[Any] | None = None
@@ -80,15 +85,22 @@ class LabelArguments:
 
             found = dict(zip(labels, compute_sample_weight(BALANCED, labels).tolist(), strict=True))
             return tuple(found.get(index, 1.0) for index in range(len(label_names)))
-        source = f"--class_weights {self.class_weights}"
-        entries = read_mapping("--class_weights", str(self.class_weights))
-        given = {name: _weight(f"{source}: {name}", words) for name, words in entries.items()}
+        given = self.weights_by_class or {}
         for name in [*label_names, *given]:
             if (name in label_names) != (name in given):
                 what = "has no weight for the class" if name in label_names else "has a weight for an unknown class"
-                raise InputError(f"{source} {what} {name}: give one for each of {join_names(label_names, MAX_NAMED)}")
-        require(any(given.values()), "--class_weights", self.class_weights, "above 0 for at least one class")
+                raise InputError(
+                    f"--class_weights {self.class_weights} {what} {name}: give one for each of "
+                    f"{join_names(label_names, MAX_NAMED)}"
+                )
         return tuple(given[name] for name in label_names)
+
+
+def _read_weights(path: str) -> dict[str, float]:
+    entries = read_mapping("--class_weights", path)
+    weights = {name: _weight(f"--class_weights {path}: {name}", words) for name, words in entries.items()}
+    require(any(weights.values()), "--class_weights", path, "above 0 for at least one class")
+    return weights
 
 
 def _weight(place: str, words: Sequence[str]) -> float:

@@ -145,7 +145,7 @@ class _RecipeParser(HfArgumentParser):
 
     def _add_dataclass_arguments(self, dtype: type) -> None:
         groups: dict[str, Any] = {}
-        hints, by_name = get_type_hints(dtype), {field.name: field for field in fields(dtype)}
+        hints, by_name = get_type_hints(dtype), {field.name: field for field in fields(dtype) if field.init}
         first = {name: "What to set first" for name in FIRST if name in by_name}
         others = {name: _title(dtype, name) for name in by_name if name not in first and name not in SELDOM}
         seldom = {name: "Seldom used" for name in by_name if name in SELDOM}

@@ -74,6 +74,19 @@ OTHER_RUNS = {
 }
 
 
+def test_other_weights_in_the_file_of_class_weights_are_refused(train, stopped_at_6, refused, tmp_path):
+    file, weights = tmp_path / "weights.json", {str(digit): 1 for digit in range(10)}
+    file.write_text(json.dumps(weights))
+    stopped_at_6("--class_weights", file)
+    file.write_text(json.dumps(weights | {"3": 2}))
+    assert refused("--class_weights", file) == (
+        "error: --resume: the file of --class_weights says something else than when the run was started: put it back, "
+        "or name another --output_dir"
+    )
+    file.write_text(json.dumps(weights, indent=1))
+    assert train(*IMAGES, "--class_weights", file, "--resume")["steps"] == 10
+
+
 @pytest.mark.parametrize("case", OTHER_RUNS)
 def test_another_run_is_refused(stopped_at_6, refused, tmp_path, case):
     flags, words = OTHER_RUNS[case]
