@@ -122,6 +122,15 @@ class Run:
         value = _at(self.results, keys)
         return value if isinstance(value, str) else None
 
+    @property
+    def confusion(self) -> dict[str, list[int]]:
+        """How many samples of each class were taken for each, in the order of the classes; empty where unknown."""
+        classes, rows = self.results.get("classes"), self.results.get("confusion_matrix")
+        if not isinstance(classes, dict) or not isinstance(rows, list) or len(rows) != len(classes):
+            return {}
+        matrix = dict(zip(classes, rows, strict=True))
+        return matrix if all(_are_counts(row, len(rows)) for row in rows) else {}
+
 
 def read_run(folder: Path | str) -> Run:
     """Read a run folder: NOTE [ foreign runs ].
@@ -219,6 +228,10 @@ def _number(value: Any) -> float | None:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_counts(row: Any, length: int) -> bool:
+    return isinstance(row, list) and len(row) == length and all(type(one) is int and one >= 0 for one in row)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ class Section:
         command: a command line above it.
         parts: the kinds of memory of its bars.
         charts: SVG, as ``plot.to_svg`` returns it.
+        confusions: ``Run.confusion`` by the positions of the rows that have one.
         differences: of configurations, by the positions of the rows.
     """
 
@@ -82,6 +83,7 @@ class Section:
     command: str = ""
     parts: Sequence[str] = ()
     charts: Sequence[str] = ()
+    confusions: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     differences: Sequence[RunDifference] = ()
 
 
@@ -93,10 +95,21 @@ def render_page(
     filters: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Return the page; ``filters`` are the values to choose from, by the names of rows' filters."""
-    text = resources.files("memsave_recipes.render").joinpath("page.html").read_text(encoding="utf-8")
-    template = Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    page: str = template.render(title=title, subtitle=subtitle, notes=notes, sections=sections, filters=filters)
+    page: str = _template().render(title=title, subtitle=subtitle, notes=notes, sections=sections, filters=filters)
     return page
+
+
+def confusion_table(confusion: Mapping[str, Sequence[int]]) -> str:
+    """Return ``Run.confusion`` as a table of HTML: the more of a class, the more color; other colors for mistakes."""
+    return str(_template().module.confusion_table(confusion))  # type: ignore[attr-defined]  # a macro
+
+
+def _template() -> Template:
+    text = resources.files("memsave_recipes.render").joinpath("page.html").read_text(encoding="utf-8")
+    template: Template = Template(
+        text, autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return template
 
 
 def counted(number: int, noun: str) -> str:
@@ -148,6 +161,7 @@ def _section(rows: Sequence[ComparisonRow]) -> Section:
             for number, row in enumerate(rows, start=1)
         ],
         charts=svg_charts(rows),
+        confusions={place: confusion for place, row in enumerate(rows) if (confusion := row.run.confusion)},
         differences=config_differences([row.run for row in rows]),
     )
 
