@@ -28,8 +28,22 @@ LABELS = {
     "name": "segments:2-mbs16x4",
     "tags": ["segments:2", "cpu"],
 }
-RESULTS = {"steps": 3, "model": "vgg11", "eval": {"accuracy": 0.95}, "memory": {"peak_allocated_gib": 1 / 3}}
-FLAT_RESULTS = {"result/steps": 3, "result/eval/accuracy": 0.95, "result/memory/peak_allocated_gib": 1 / 3}
+CONFUSION = {"cat": [3, 1], "dog": [0, 2]}
+RESULTS = {
+    "steps": 3,
+    "model": "vgg11",
+    "eval": {"accuracy": 0.95},
+    "memory": {"peak_allocated_gib": 1 / 3},
+    "classes": {"cat": {"recall": 0.75}, "dog": {"recall": 1.0}},
+    "confusion_matrix": list(CONFUSION.values()),
+}
+FLAT_RESULTS = {
+    "result/steps": 3,
+    "result/eval/accuracy": 0.95,
+    "result/memory/peak_allocated_gib": 1 / 3,
+    "result/classes/cat/recall": 0.75,
+    "result/classes/dog/recall": 1.0,
+}
 ALERT = {"title": "skipped steps", "text": "1 of at most 2 up to step 3: not finite"}
 ROWS = [{"step": step, "train/loss": 1 / step} for step in (1, 2, 3)]
 

@@ -31,6 +31,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_availabl
 from accelerate.utils import patch_environment
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.render.page import confusion_table
 from memsave_recipes.text import first_line, flat, say
 
 METRICS = "metrics.jsonl"
@@ -241,7 +242,7 @@ def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
 
     They belong to the last step, ``results["steps"]``; a run that stops before it has none. Figures of each class are
     left out where there are more than ``MOST_CLASSES``. The summary of W&B takes figures and words, the curves of the
-    others figures alone. Print where the runs are to be seen.
+    others figures alone. W&B and trackio show the confusion matrix. Print where the runs are to be seen.
     """
     shown = {key: value for key, value in results.items() if key != "classes" or len(value) <= MOST_CLASSES}
     named = {f"result/{key}": value for key, value in flat(shown, "/").items()}
@@ -252,12 +253,30 @@ def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
                 tracker.tracker.summary.update(figures | {k: v for k, v in named.items() if isinstance(v, str)})
             elif figures:
                 tracker.log(figures, step=results.get("steps"))
+            if "confusion_matrix" in results and tracker.name in CONFUSIONS:
+                confusion = dict(zip(results["classes"], results["confusion_matrix"], strict=True))
+                shown = CONFUSIONS[tracker.name](confusion)
+                tracker.log({"result/confusion_matrix": shown}, step=results["steps"])
         with _nonfatal(tracker.name, "finish"):
             if where := FINISHES.get(tracker.name, _finish_plain)(tracker):
                 say(where)
     accelerator.trackers = []
     with _nonfatal("accelerate", "end the training"):
         accelerator.end_training()
+
+
+def _confusion_in_trackio(confusion: dict[str, list[int]]) -> Any:
+    import trackio
+
+    rows = [[name, *counts] for name, counts in confusion.items()]
+    return trackio.Table(columns=["class / prediction", *confusion], data=rows)
+
+
+def _confusion_in_wandb(confusion: dict[str, list[int]]) -> Any:
+    """Return HTML, which is uploaded as a file: for a table W&B waits for an answer of the server (0.31)."""
+    import wandb
+
+    return wandb.Html(confusion_table(confusion), inject=False, data_is_not_path=True)
 
 
 def _finish_plain(tracker: GeneralTracker) -> str | None:
@@ -297,6 +316,7 @@ def _was_refused(log: Path) -> bool:
 
 
 STARTS = {"trackio": _start_trackio, "wandb": _start_wandb}
+CONFUSIONS = {"trackio": _confusion_in_trackio, "wandb": _confusion_in_wandb}
 FINISHES = {"trackio": _finish_trackio, "wandb": _finish_wandb}
 
 

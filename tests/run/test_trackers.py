@@ -226,7 +226,10 @@ def test_trackio_keeps_the_run_in_its_store_without_asking_the_hub(
     assert name == labels["name"]
     told = {**three_steps.CONFIG, "tags": labels["tags"], "_Group": labels["group"]}
     assert {key: config[key] for key in told} == told
-    assert [{key: value for key, value in row.items() if key != "timestamp"} for row in rows] == expected_rows
+    rows = [{key: value for key, value in row.items() if key != "timestamp"} for row in rows]
+    counts = [{"class / prediction": name, "cat": row[0], "dog": row[1]} for name, row in three_steps.CONFUSION.items()]
+    confusion = {"_type": "trackio.table", "_value": counts}
+    assert rows == [*expected_rows, {"step": 3, "result/confusion_matrix": confusion}]
     assert [{key: alert[key] for key in three_steps.ALERT} for alert in alerts] == [three_steps.ALERT]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import three_steps
 
+from memsave_recipes.render.page import confusion_table
+
 KEY = "k" * 40
 STARTS_WITHIN_S, ENDS_WITHIN_S = 20, 30
 SHORT = {"LOGIN_TIMEOUT_S": 1, "INIT_TIMEOUT_S": 2.0, "FINISH_TIMEOUT_S": 2.0}
@@ -51,7 +53,10 @@ def check(sync: Callable, tmp_path: Path) -> Callable[[Any], None]:
         assert "the run is done" in ended.output
         assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 4
         received = sync(ended.output)
-        assert received.history == [{"_step": row["step"], "train/loss": row["train/loss"]} for row in three_steps.ROWS]
+        *rows, last = received.history
+        drawn = received.files[last.pop("result/confusion_matrix")["path"]].decode()
+        assert drawn == confusion_table(three_steps.CONFUSION)
+        assert [*rows, last] == [{"_step": row["step"], "train/loss": row["train/loss"]} for row in three_steps.ROWS]
         assert three_steps.FLAT_RESULTS.items() <= received.summary.items()
         assert three_steps.CONFIG.items() <= received.config.items()
         labels = ("project", "group", "name", "tags")

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import three_steps
 
+from memsave_recipes.render.page import confusion_table
+
 ROOT = Path(__file__).parents[2]
 KEY = "k" * 40
 
@@ -28,7 +30,10 @@ def test_two_runs_are_told_apart(launch: Callable, wandb_server: Any) -> None:
     for run in runs:
         assert (run.project, run.group, run.tags) == (labels["project"], labels["group"], labels["tags"])
         assert three_steps.CONFIG.items() <= run.config.items()
-        assert run.history == [{"_step": row["step"], "train/loss": row["train/loss"]} for row in three_steps.ROWS]
+        *rows, last = run.history
+        drawn = run.files[last.pop("result/confusion_matrix")["path"]].decode()
+        assert drawn == confusion_table(three_steps.CONFUSION)
+        assert [*rows, last] == [{"_step": row["step"], "train/loss": row["train/loss"]} for row in three_steps.ROWS]
         assert three_steps.FLAT_RESULTS.items() <= run.summary.items()
         assert run.exit_code == 0
         assert run.files.keys() >= {"config.yaml", "wandb-summary.json", "requirements.txt"}
@@ -56,12 +61,15 @@ def test_two_ranks_of_a_recipe_are_one_run(wandb_server: Any, tmp_path: Path) ->
     assert config["environment"]["versions"].keys() >= {"torch", "accelerate"}
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert run.history == merged_by_step(rows[:-1])
+    history = run.history
+    drawn = run.files[history[-1].pop("result/confusion_matrix")["path"]].decode()
+    assert history == merged_by_step(rows[:-1])
     assert [row["progress/samples_seen"] for row in run.history] == [64, 128]
     results = json.loads((folder / "results.json").read_text())
     assert run.summary["result/samples_seen"] == results["samples_seen"] == 128
     assert run.summary["result/memory/peak_allocated_gib"] == results["memory"]["peak_allocated_gib"]
     assert run.summary["result/eval/accuracy"] == results["eval"]["accuracy"]
+    assert drawn == confusion_table(dict(zip(results["classes"], results["confusion_matrix"], strict=True)))
     assert run.exit_code == 0
 
 
