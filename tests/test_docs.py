@@ -82,17 +82,32 @@ def test_the_recipe_of_the_page_resumes_both_models_and_both_optimizers(tmp_path
     assert {name for name in straight if not straight[name].equal(again[name])} == set()
 
 
-def test_flags_of_other_programs_are_named_by_flags_of_ours():
+@pytest.fixture(scope="module")
+def names_elsewhere():
+    """The rows of the table of names: the cells of each."""
     page = (DOCS / "recipes.md").read_text(encoding="utf-8")
     table = page.partition("## What other programs call it")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+
+
+def test_flags_of_other_programs_are_named_by_flags_of_ours(names_elsewhere):
     recipes = ("image_classification", "language_modeling", "text_classification")
     flags = {field.name for name in recipes for field in fields(module_of(ROOT / f"recipes/{name}.py").Arguments)}
-    ours = [name for row in rows for name in re.findall(r"--(\w+)", row[0])]
+    ours = [name for row in names_elsewhere for name in re.findall(r"--(\w+)", row[0])]
     assert len(ours) > 40
     assert set(ours) <= flags
-    of_trainer = [name for row in rows for name in re.findall(r"`([a-z]\w+)`", row[1])]
+    of_trainer = [name for row in names_elsewhere for name in re.findall(r"`([a-z]\w+)`", row[1])]
     assert set(of_trainer) <= {field.name for field in fields(TrainingArguments)}
+
+
+def test_names_of_trl_are_its_own(names_elsewhere):
+    trl = pytest.importorskip("trl")
+    known = {field.name for kind in (trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments) for field in fields(kind)}
+    named = [name for row in names_elsewhere for name in re.findall(r"`([a-z]\w+)`", row[2])]
+    named += [name for row in names_elsewhere if row[2] == "the same" for name in re.findall(r"--(\w+)", row[0])]
+    assert len(named) > 15
+    assert set(named) <= known
+    assert issubclass(trl.SFTConfig, TrainingArguments)  # "as Trainer"
 
 
 def test_the_readme_is_short():
