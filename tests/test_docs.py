@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
 OF_TEXT = {"recipes/language_modeling.py", "recipes/text_classification.py"}
 NAMES_A_MODEL = {"--model_type", "--model_name_or_path", "--config"}
 TRAINED = "checkpoints/step-4/model-0.safetensors"
-TESTED_ELSEWHERE = ("own_loop.md", "trainers.md")  # test_own_loop.py, integrations/test_page.py
+TESTED_ELSEWHERE = ("export.md", "own_loop.md", "trainers.md")  # test_export, test_own_loop, integrations/test_page
 EXAMPLES = [
     (page.name, code)
     for page in DOCS.glob("*.md")
