@@ -2,9 +2,11 @@
 
 It speaks the part of the protocol that wandb 0.31 uses for a run: GraphQL for the account and the run's record, a
 stream of JSON lines for history, summary and console, and PUT for files. What it was told is read from ``runs``.
+Of sweeps it has grids: each agent gets the next values when it has no run.
 """
 
 import gzip
+import itertools
 import json
 import re
 import socket
@@ -14,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import yaml
 
 HANG, DIE = "hang", "die"
 
@@ -32,12 +36,37 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     files: dict[str, bytes] = field(default_factory=dict)
+    sweep: str | None = None
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """The logged rows without what the client adds to each."""
         rows = (self.rows[line] for line in sorted(self.rows))
         return [{key: value for key, value in row.items() if key[0] != "_" or key == "_step"} for row in rows]
+
+
+class Sweep:
+    """The runs of a grid that no agent has yet: their ids, and the values of their parameters.
+
+    Args:
+        config: the YAML of the sweep.
+    """
+
+    def __init__(self, name: str, config: str) -> None:
+        told = yaml.safe_load(config)
+        named = {key: words.get("values") or [words["value"]] for key, words in told["parameters"].items()}
+        grid = (dict(zip(named, values, strict=True)) for values in itertools.product(*named.values()))
+        self.config, self.program = config, told["program"]
+        self.given: dict[str, dict[str, Any]] = {}
+        self._left = ((f"{name}{number}", values) for number, values in enumerate(grid))
+
+    def command(self) -> dict[str, Any]:
+        """Tell an agent without a run what is next."""
+        if (run := next(self._left, None)) is None:
+            return {"type": "exit"}
+        self.given[run[0]] = run[1]
+        args = {name: {"value": value} for name, value in run[1].items()}
+        return {"type": "run", "run_id": run[0], "program": self.program, "args": args}
 
 
 class WandbStandIn(ThreadingHTTPServer):
@@ -52,6 +81,8 @@ class WandbStandIn(ThreadingHTTPServer):
         self.runs: dict[str, Run] = {}
         self.operations: list[str] = []
         self.alerts: list[dict[str, Any]] = []
+        self.sweeps: dict[str, Sweep] = {}
+        self.stopped: set[str] = set()  # runs that their agent is told to stop
         self.closing = threading.Event()
         self._failure: int | str | None = None
         self._first_to_fail: str | None = None
@@ -97,7 +128,7 @@ class WandbStandIn(ThreadingHTTPServer):
             if operation == "NotifyScriptableRunAlert":
                 self.alerts.append({key: variables[key] for key in ("title", "text")})
                 return {"notifyScriptableRunAlert": {"success": True}}
-            return {}
+            return self._of_sweep(operation, variables)
 
     def take_lines(self, run_id: str, message: dict[str, Any]) -> None:
         """A piece of the stream: lines of files by their offset, and at the end the exit code."""
@@ -118,11 +149,31 @@ class WandbStandIn(ThreadingHTTPServer):
         run.group = told.get("groupName") or run.group
         run.project = told.get("project") or run.project
         run.tags = told.get("tags") or run.tags
+        run.sweep = told.get("sweep") or run.sweep
         if told.get("config"):
             run.config = {key: entry["value"] for key, entry in json.loads(told["config"]).items()}
         project = {"id": "p", "name": run.project, "entity": {"id": "e", "name": _VIEWER["entity"]}}
         bucket = {"id": run.id, "name": run.id, "displayName": run.name, "config": "{}", "project": project}
         return {"bucket": bucket | {"description": None, "sweepName": None, "historyLineCount": 0}, "inserted": is_new}
+
+    def _of_sweep(self, operation: str, told: dict[str, Any]) -> dict[str, Any]:
+        if operation == "UpsertSweep":
+            name = f"sweep{len(self.sweeps)}"
+            self.sweeps[name] = Sweep(name, told["config"])
+            project = {"id": "p", "name": told["projectName"], "entity": {"id": "e", "name": _VIEWER["entity"]}}
+            sweep = {"name": name, "project": project}
+            return {"upsertSweep": {"sweep": sweep, "configValidationWarnings": []}}
+        if operation == "SweepWithRuns":
+            sweep = {"id": told["sweep"], "config": self.sweeps[told["sweep"]].config, "runs": {"edges": []}}
+            return {"project": {"sweep": sweep}}
+        if operation == "CreateAgent":
+            return {"createAgent": {"agent": {"id": told["sweep"]}}}
+        if operation == "Heartbeat":
+            running = json.loads(told["runState"])
+            commands = [{"type": "stop", "run_id": run} for run in running if run in self.stopped]
+            commands += [] if running else [self.sweeps[told["id"]].command()]
+            return {"agentHeartbeat": {"agent": {"id": told["id"]}, "commands": json.dumps(commands)}}
+        return {}
 
     def _file_urls(self, run_id: str, names: list[str]) -> dict[str, Any]:
         files = [{"name": name, "uploadUrl": f"{self.url}/upload/{run_id}/{name}"} for name in names]

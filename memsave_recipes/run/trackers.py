@@ -148,6 +148,7 @@ def _start_trackio(start: Start, run: RunLabels) -> None:
 def _start_wandb(start: Start, run: RunLabels) -> None:
     """Start W&B online if the server takes the login and the run, else offline with a warning that says why."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reporting an outage would delay the exit by 12 s
+    os.environ.pop("WANDB_SWEEP_PARAM_PATH", None)  # of a sweep; its values came as flags, and this would lock them
     run.output_dir.mkdir(parents=True, exist_ok=True)
     mode, problem = _wandb_mode()
     if mode == "online":

@@ -1,7 +1,10 @@
 """The sweep of W&B: its agent launches the recipe with the flags of a run, each run in a folder of its own."""
 
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import yaml
 from lives import loaded
 from wandb.wandb_agent import Agent
 
+from memsave_recipes.cli import main
 from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +93,66 @@ def test_every_value_of_the_grid_is_one_that_the_recipe_takes() -> None:
                 (args,) = parse_arguments(recipe.Arguments, args=[*MODEL, f"--{name}={value}"])
                 assert getattr(args, name) == value
     assert sweep["metric"]["name"] == "eval/loss"  # a key of metrics.jsonl
+
+
+@pytest.fixture
+def type_wandb(wandb_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """``type_wandb(*words, **environment)`` runs ``wandb`` in a folder with our files, as people do; what it said."""
+    for folder in ("recipes", "accelerate_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    programs = Path(sys.executable).parent
+    account = {"WANDB_BASE_URL": wandb_server.url, "WANDB_API_KEY": "k" * 40, "HOME": str(tmp_path)}
+    patience = {"WANDB_HTTP_TIMEOUT": "60", "WANDB_ERROR_REPORTING": "false"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def run(*words: str, **environment: str) -> str:
+        environment = {**kept, **path, **account, **patience, **environment}
+        done = subprocess.run(
+            [programs / "wandb", *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.timeout(900)  # an agent looks every 5 s
+def test_a_sweep_as_people_run_it(
+    type_wandb: Callable[..., str], wandb_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = yaml.safe_load(SWEEP.read_text(encoding="utf-8"))
+    plans = ["none", "full"]
+    sweep["parameters"] = {"activation_checkpointing": {"values": plans}, "micro_batch_size": {"value": 32}}
+    sweep["parameters"] |= {"model": {"value": "vgg_small"}, "max_steps": {"value": 2}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+
+    name = re.search(r"wandb agent (\S+)", type_wandb("sweep", "sweep.yaml"))[1]
+    said = type_wandb("agent", "--count", "1", name)
+    said += type_wandb("agent", name, LAUNCH="accelerate_configs/cpu_ddp.yaml")
+    assert "WARNING Config item" not in said  # "was locked by 'sweep'"
+
+    (told,) = wandb_server.sweeps.values()
+    assert told.given.keys() == wandb_server.runs.keys(), said
+    folders = [tmp_path / "out/sweep" / run_id for run_id in told.given]
+    ranks = []
+    for (run_id, flags), folder in zip(told.given.items(), folders, strict=True):
+        run, config = wandb_server.runs[run_id], json.loads((folder / "config.json").read_text())
+        assert (run.project, run.sweep, run.exit_code) == (sweep["project"], name.split("/")[-1], 0)
+        assert flags.items() <= run.config.items()
+        assert flags.items() <= config.items()
+        assert sweep["metric"]["name"] in run.history[-1]
+        ranks.append(config["environment"]["num_processes"])
+        assert [row["progress/samples_seen"] for row in run.history if "train/loss" in row] == [128, 256]
+    assert ranks == [1, 2]
+
+    assert main(["compare", str(tmp_path / "out/sweep"), "--csv", str(tmp_path / "runs.csv")]) == 0
+    compared = (tmp_path / "runs.csv").read_text().splitlines()
+    assert len(compared) == 1 + len(plans)
+    assert "not comparable" not in capsys.readouterr().out
