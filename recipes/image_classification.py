@@ -27,7 +27,7 @@ from memsave_recipes.activations.streaming import place
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
 from memsave_recipes.losses import SINGLE, LabelLoss
-from memsave_recipes.models.adapters import ClassifierTrainingArguments, merged
+from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
     build_image_classifier,
@@ -38,6 +38,7 @@ from memsave_recipes.models.image_classifiers import (
     train_part_of_images,
 )
 from memsave_recipes.models.saved import save_image_classifier
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments
 from memsave_recipes.recipe import (
     Batch,
     InputError,

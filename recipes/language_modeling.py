@@ -35,11 +35,12 @@ from memsave_recipes.data.text.packing import check_positions, count_valid, keep
 from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
 from memsave_recipes.data.text.tokenizers import check_vocabulary
 from memsave_recipes.losses import default_chunk_bytes
-from memsave_recipes.models.adapters import LoraArguments, merged, train_part
+from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.models.saved import save_tokenizer
+from memsave_recipes.models.what_trains import TrainedPartArguments, train_part
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
 from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
@@ -63,7 +64,7 @@ class ModelArguments(TransformerArguments):
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, LoraArguments, ModelArguments, RowArguments):
+class Arguments(RecipeArguments, TrainedPartArguments, ModelArguments, RowArguments):
     """The flags of language modeling."""
 
     @property

@@ -35,9 +35,10 @@ from memsave_recipes.data.text.tokenizers import (
     tokenize,
 )
 from memsave_recipes.losses import REGRESSION, SINGLE, LabelLoss
-from memsave_recipes.models.adapters import ClassifierTrainingArguments, merged, train_part
+from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
 from memsave_recipes.models.saved import save_text_processor
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 from memsave_recipes.recipe import (
     Batch,
     InputError,

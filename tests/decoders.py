@@ -33,13 +33,13 @@ def layers_of(model):
     return [model.get_submodule(name) for name in names]
 
 
-def record(model, plan="none", autocast=False):
+def record(model, plan="none", batch=None, *, autocast=False):
     """The loss, the gradients and the state of the generator after a forward and backward."""
     model.zero_grad()
     with apply_plan(model, plan_blocks(model, plan)):
         torch.manual_seed(7)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            loss = model(**(batch or {"input_ids": TOKENS, "labels": TOKENS})).loss
         loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return gradients | {"loss": loss.detach()}, torch.get_rng_state()

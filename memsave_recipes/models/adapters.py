@@ -1,6 +1,6 @@
-"""What trains: all weights, the head, the last blocks, or low-rank updates of frozen layers.
+"""Adapters: low-rank updates of frozen layers.
 
-The latter is LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft, also with the scale of rsLoRA
+They are LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft, also with the scale of rsLoRA
 (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732) and as DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353).
 Its layers are put into the model in place, so the names of its blocks, and with them every activation plan, stay. What
 the files of the base did not hold (a new head, pooler or projection) has random values, so it trains whole and is saved
@@ -12,30 +12,22 @@ NOTE [ another model ]
 2. where a forward also takes ``W`` past the adapter, as of tied embeddings.
 Both are seen in one forward, whatever the adapters have learned by then. An adapter that never runs does not train: in
 the mixers of Jamba it adds nothing, unless it was trained elsewhere.
-
-NOTE [ frozen BatchNorm ]
-A BatchNorm whose weights are frozen normalises by its running statistics, in training too, and these do not move, as
-in ``torchvision.ops.FrozenBatchNorm2d`` and timm's ``freeze``. So a frozen layer computes the same in training and in
-evaluation, samples do not depend on one another, and adapters' files, which hold no statistics, hold all that changed.
 """
 
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from memsave_recipes.activations import find_stacks
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.slices import new_weights, take_whole
 from memsave_recipes.text import first_line
@@ -43,7 +35,6 @@ from memsave_recipes.text import first_line
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import PeftModel
 
-StreamWeights = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
 ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score"), None: ()}
 """Endings of the modules of which peft trains a copy in any case, by the kind of task; it has none for images."""
@@ -63,12 +54,8 @@ PEFT_NAMES = {  # of flags in peft's configuration
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """What trains: all weights, adapters or the last blocks."""
+    """Adapters in place of all weights."""
 
-    train_last_blocks: int | None = field(
-        default=None,
-        metadata={"help": "train so many blocks, the last ones, with what is behind them, and freeze the rest"},
-    )
     lora: bool = field(default=False, metadata={"help": "train low-rank adapters and freeze the weights"})
     lora_rank: int = field(default=16, metadata={"help": "rank of the update of each layer"})
     lora_alpha: int = field(
@@ -96,13 +83,6 @@ class LoraArguments:
     load_in_4bit: bool = field(
         default=False, metadata={"help": "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)"}
     )
-    stream_weights: StreamWeights = field(
-        default="none",
-        metadata={
-            "help": "host: weights of layers wait there until their layer runs (on a GPU): frozen ones, and with "
-            "--offload_optimizer step all"
-        },
-    )
 
     def __post_init__(self) -> None:
         require(self.lora_rank >= 1, "--lora_rank", self.lora_rank, "at least 1")
@@ -116,13 +96,8 @@ class LoraArguments:
         for flag in ("lora_modules_to_save", "use_rslora", "use_dora"):
             if getattr(self, flag) and not self.has_adapters:
                 raise InputError(f"--{flag} is about adapters, and there are none: pass --lora, or leave it out")
-        if (count := self.train_last_blocks) is not None:
-            require(count >= 1, "--train_last_blocks", count, "at least 1")
-            self._check_whole_weights("--train_last_blocks")
         if self.load_in_4bit:
             self._check_4bit()
-        if self.stream_weights != "none":
-            self._check_streaming()
         if (adapter := self._adapter) is not None:
             self._check_adapter(adapter)
 
@@ -130,15 +105,6 @@ class LoraArguments:
     def has_adapters(self) -> bool:
         """Whether the model has adapters: new ones by ``--lora``, or those of ``--model_name_or_path``."""
         return self.lora or self._adapter is not None
-
-    @property
-    def freezes(self) -> bool:
-        """Whether some of the weights are frozen."""
-        return self.has_adapters or self.train_last_blocks is not None
-
-    def _check_whole_weights(self, flag: str) -> None:
-        if self.has_adapters:
-            raise InputError(f"{flag} trains weights, and adapters are for frozen ones: leave it or the adapters out")
 
     @property
     def _adapter(self) -> str | None:
@@ -167,109 +133,6 @@ class LoraArguments:
             raise InputError("--load_in_4bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
         if self.lora_merge:
             raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them later")
-
-    def _check_streaming(self) -> None:
-        asked = f"--stream_weights {self.stream_weights}"
-        if not self.freezes and getattr(self, "offload_optimizer", "none") != "step":
-            raise InputError(
-                f"{asked}: all weights train, on the device: pass --offload_optimizer step, --lora or "
-                "--train_last_blocks, or leave it out"
-            )
-        if self.load_in_4bit:
-            raise InputError(f"{asked} cannot move the packed weights of --load_in_4bit: leave one of them out")
-        if self.lora_merge:
-            raise InputError(
-                f"{asked}: --lora_merge adds to weights on the device: save the adapters, then merge with "
-                "--model_name_or_path FOLDER --lora_merge --eval_only"
-            )
-
-
-@dataclass(kw_only=True)
-class ClassifierTrainingArguments(LoraArguments):
-    """Whether a classifier trains its head alone."""
-
-    freeze_backbone: bool = field(default=False, metadata={"help": "train the head of the classifier alone"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.freeze_backbone:
-            self._check_whole_weights("--freeze_backbone")
-            if self.train_last_blocks is not None:
-                raise InputError("--freeze_backbone and --train_last_blocks train other weights: leave one of them out")
-
-    @property
-    def freezes(self) -> bool:
-        """As of ``LoraArguments``."""
-        return self.freeze_backbone or super().freezes
-
-
-def train_part(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
-    """Freeze in ``model`` what the flags leave out, add the adapters that they ask for, and return what is saved.
-
-    BatchNorm that is frozen keeps its statistics: NOTE [ frozen BatchNorm ].
-
-    Args:
-        task_type: as ``add_lora``.
-
-    Raises:
-        InputError: as ``add_lora``; the model has fewer blocks, or no head outside of its backbone.
-    """
-    adapted = add_lora(model, flags, task_type=task_type)
-    trained = None
-    if flags.train_last_blocks is not None:
-        trained = last_blocks(model, flags.train_last_blocks)
-    elif getattr(flags, "freeze_backbone", False) and not (trained := _outside_the_backbone(model)):
-        raise InputError(
-            f"--freeze_backbone: {type(model).__name__} has no head outside of its backbone: take --train_last_blocks"
-        )
-    if trained is not None:
-        trained |= new_weights(model) or set()
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter in trained)
-    for module in model.modules() if flags.freezes else ():
-        own = [*module.parameters(recurse=False)]
-        if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):
-            module.__class__ = _in_evaluation(type(module))  # type: ignore[arg-type]  # of _BatchNorm's class
-            module.eval()
-    return adapted
-
-
-@cache
-def _in_evaluation(kind: type[nn.Module]) -> Any:
-    """Make the class of the same name whose instances stay in evaluation mode."""
-    return type(kind.__name__, (kind,), {"train": lambda self, mode=True: kind.train(self, False)})
-
-
-def _outside_the_backbone(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights that are not in ``base_model`` of transformers, or in the ``features`` of our networks."""
-    backbone = model.base_model if isinstance(model, PreTrainedModel) else model.get_submodule("features")
-    inside = set(backbone.parameters())
-    return {parameter for parameter in model.parameters() if parameter not in inside}
-
-
-def last_blocks(model: nn.Module, count: int) -> set[nn.Parameter]:
-    """Return the weights of the last ``count`` blocks that have any, and of what is behind them: norms and the head.
-
-    A head that is tied to the embeddings is not among them, as these come before all blocks.
-
-    Raises:
-        InputError: there are fewer blocks.
-    """
-    head = _outside_the_backbone(model)  # which ResNet has in a sequence, as its blocks
-    blocks = [block for stack in find_stacks(model) for block in stack.blocks]
-    weights = [{p for module in block.modules for p in module.parameters()} - head for block in blocks]
-    weights = [own for own in weights if own]
-    if count > len(weights):
-        raise InputError(f"--train_last_blocks {count}: {type(model).__name__} has {len(weights)} blocks with weights")
-    inside: set[nn.Parameter] = set().union(*weights)
-    last: set[nn.Parameter] = set().union(*weights[-count:])
-    named = list(model.named_parameters())
-    begin = next(at for at, (_, parameter) in enumerate(named) if parameter in last)
-    for at, (name, parameter) in enumerate(named):
-        is_behind = at > begin and "embed" not in name  # BART registers the norm of its embeddings behind its layers
-        if parameter not in inside and (is_behind or "final" in name):  # OPT its last norm before them
-            last.add(parameter)
-    return last
 
 
 def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
@@ -355,13 +218,20 @@ def _linear_routers(model: nn.Module) -> list[str]:
     return [name for name, module in linear if type(module).__name__.endswith("Router")]
 
 
+def outside_the_backbone(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights that are not in ``base_model`` of transformers, or in the ``features`` of our networks."""
+    backbone = model.base_model if isinstance(model, PreTrainedModel) else model.get_submodule("features")
+    inside = set(backbone.parameters())
+    return {parameter for parameter in model.parameters() if parameter not in inside}
+
+
 def copied_modules(model: PreTrainedModel, task_type: str | None) -> list[str]:
     """Name the modules of which peft is to train and save a copy: those with new weights, and the head.
 
     peft goes by endings of names, so what happens to end alike is among them. Raises ``InputError`` where a new weight
     is in no module but the model itself.
     """
-    new, head = new_weights(model), _outside_the_backbone(model)
+    new, head = new_weights(model), outside_the_backbone(model)
     if new is None:  # from scratch: nothing was in a file, and the head trains with the adapters
         new = head if task_type != "CAUSAL_LM" else set()
     elif task_type is None:

@@ -20,7 +20,6 @@ from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import SINGLE, ProblemType
-from memsave_recipes.models.adapters import ClassifierTrainingArguments, train_part
 from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
@@ -29,6 +28,7 @@ from memsave_recipes.models.pretrained import (
     build_transformer,
     image_processor_config,
 )
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 from memsave_recipes.text import first_line
 
 VGGS = [f"vgg{depth}{suffix}" for depth in ("_small", 11, 13, 16, 19) for suffix in ("", "_bn")]

@@ -19,6 +19,7 @@ from samples import sample
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from transformers import ViTConfig, ViTForImageClassification
 from workloads import CPU, estimate_on_target, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -32,15 +33,15 @@ from memsave_recipes.activations.streaming import (
     nothing_ahead,
     place,
     resident_tensors,
-    stream_of,
     stream_weights,
+    stream_of,
     streamable_bytes,
     streamed_parameters,
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.models.adapters import LoraArguments
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments, TrainedPartArguments, train_part
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.simulate import simulate
 from tests.decoders import SHAPE, TOKENS, CopiesAtOnce, causal_model, layers_of, offloading_engine, record
@@ -110,6 +111,35 @@ def test_two_steps_give_the_same_bits(monkeypatch, model_type, plan):
         assert_same_bits(record(model, plan), expected)
     stream.forget()
     assert not stream.copies.pending
+
+
+@pytest.mark.parametrize("plan", ["none", "full"])
+@pytest.mark.parametrize("flags", [{"lora": True}, {"train_last_blocks": 1}, {"freeze_backbone": True}], ids=str)
+def test_layers_of_images_give_the_same_bits(flags, plan):
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SHAPE)).train()
+    train_part(model, ClassifierTrainingArguments(**flags), task_type=None)
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    expected, _ = record(model, plan, batch)
+    stream = streamed(model)
+    for _ in range(2):
+        found, _ = record(model, plan, batch)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert stream.copies.made
+
+
+def test_a_decoder_whose_last_block_trains_gives_the_same_bits():
+    model = causal_model("llama")
+    train_part(model, TrainedPartArguments(train_last_blocks=1), task_type="CAUSAL_LM")
+    expected = record(model, "full")
+    stream = streamed(model)
+    for _ in range(2):
+        assert_same_bits(record(model, "full"), expected)
+    assert {*map(id, streamed_parameters(model))} == {
+        id(parameter) for layer in layers_of(model)[:2] for parameter in layer.parameters()
+    }
+    assert stream.copies.made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -253,7 +283,7 @@ def test_two_ranks(run_on_ranks):
 )
 def test_flags_that_do_not_go_together(flags, words):
     with pytest.raises(InputError, match=words):
-        LoraArguments(stream_weights="host", **flags)
+        TrainedPartArguments(stream_weights="host", **flags)
 
 
 def test_a_model_without_frozen_weights_is_refused():

@@ -22,15 +22,9 @@ from zoo.heads import base_without_head, changed, load, logits
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.errors import InputError
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
-from memsave_recipes.models.adapters import (
-    ClassifierTrainingArguments,
-    LoraArguments,
-    check_merging,
-    load_adapters,
-    merged,
-    train_part,
-)
+from memsave_recipes.models.adapters import check_merging, load_adapters, merged
 from memsave_recipes.models.image_classifiers import MODELS, train_part_of_images
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments, TrainedPartArguments, train_part
 from memsave_recipes.plans import Action, Plan, Span, plan_for
 from memsave_recipes.plans.simulate import simulate, timeline
 from memsave_recipes.profiling.block_costs import measure
@@ -83,7 +77,7 @@ def test_of_our_networks_all_linear_layers_train():
 )
 def test_of_the_last_blocks_what_is_behind_them_trains_too(config, behind):
     model = AutoModelForCausalLM.from_config(config).train()
-    train_part(model, LoraArguments(train_last_blocks=2), task_type="CAUSAL_LM")
+    train_part(model, TrainedPartArguments(train_last_blocks=2), task_type="CAUSAL_LM")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     of_blocks = {name for name in trained if ".1." in name or ".2." in name}
     assert of_blocks == {name for name, _ in model.named_parameters() if ".1." in name or ".2." in name}
@@ -167,7 +161,7 @@ def test_adapters_of_images(make, kind):
 def test_adapters_of_images_come_back_and_are_merged(kind, more, tmp_path):
     base_without_head(kind, tmp_path / "base", IMAGES)
     model = load(tmp_path / "base", 1, auto_class=IMAGES)
-    adapted = changed(train_part(model, LoraArguments(lora=True, lora_rank=2, **more), task_type=None))
+    adapted = changed(train_part(model, TrainedPartArguments(lora=True, lora_rank=2, **more), task_type=None))
     adapted.save_pretrained(tmp_path / "final")
     expected = logits(adapted, kind, IMAGES)
     base = load(tmp_path / "base", 2, auto_class=IMAGES)

@@ -7,12 +7,12 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import adapters
-from memsave_recipes.models.adapters import LoraArguments
+from memsave_recipes.models.what_trains import TrainedPartArguments
 from memsave_recipes.training.arguments import RecipeArguments
 
 
 @dataclass(kw_only=True)
-class WithAdapters(RecipeArguments, LoraArguments):
+class WithAdapters(RecipeArguments, TrainedPartArguments):
     """The flags of a recipe for text."""
 
 

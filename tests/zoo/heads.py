@@ -33,12 +33,13 @@ from zoo.steps import IDENTICAL
 from zoo.tiny import tiny_config
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.adapters import ClassifierTrainingArguments, LoraArguments, load_adapters, train_part
+from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.image_classifiers import train_part_of_images
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 
 ROWS = Path("docs/results/zoo_heads.jsonl")
 CLASSIFIER = "SEQ_CLS"
-LORA = LoraArguments(lora=True, lora_rank=2)
+LORA = ClassifierTrainingArguments(lora=True, lora_rank=2)
 FREEZE = ClassifierTrainingArguments(freeze_backbone=True)
 LOST = ("wrong", "crash")
 ROUNDING = 1e-7
@@ -88,7 +89,7 @@ def row_of(model: Architecture, flags: str | None = None) -> str:
         flags: ``lora`` or ``freeze_backbone``; by default what the row of its family in the page is about.
     """
     of_text = model.auto_class == CLASSIFICATION
-    asked = {"lora": LORA, "freeze_backbone": FREEZE, None: LORA if of_text else LoraArguments()}[flags]
+    asked = {"lora": LORA, "freeze_backbone": FREEZE, None: LORA if of_text else ClassifierTrainingArguments()}[flags]
     kind, auto_class = model.model_type, model.auto_class
     with TemporaryDirectory() as folder:
         base, final = Path(folder, "base"), Path(folder, "final")
