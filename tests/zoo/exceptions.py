@@ -83,7 +83,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba": {"time_step_rank": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "ministral": {"head_dim": 8},
-    "markuplm": {"max_xpath_tag_unit_embeddings": 217, "max_xpath_subs_unit_embeddings": 32, "max_depth": 4},
+    "markuplm": {
+        "max_xpath_tag_unit_embeddings": 217,
+        "max_xpath_subs_unit_embeddings": 32,
+        "subs_pad_id": 31,
+        "max_depth": 4,
+    },
     "mistral4": {"qk_head_dim": 16, "head_dim": 16},
     "mobilebert": {"true_hidden_size": 32, "intra_bottleneck_size": 32, "embedding_size": 32},
     "mpt": {"attn_config": {"attn_pdrop": 0}, "emb_pdrop": 0.1},

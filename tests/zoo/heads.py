@@ -42,6 +42,13 @@ CLASSIFIER = "SEQ_CLS"
 LORA = ClassifierTrainingArguments(lora=True, lora_rank=2)
 FREEZE = ClassifierTrainingArguments(freeze_backbone=True)
 LOST = ("wrong", "crash")
+NOT_BUILT = {
+    "dinat": "it needs natten",
+    "layoutlmv2": "it needs detectron2",
+    "pp_lcnet": "transformers has no model of it without the head",
+    "shieldgemma2": "it takes a text beside the image, and has no head of its own",
+    "timm_wrapper": "it needs timm and a name of it",
+}
 ROUNDING = 1e-7
 """On some processors sums of some models round otherwise from one copy of the model to the next."""
 
@@ -59,7 +66,7 @@ def load(folder: Path, seed: int, num_labels: int = 3, auto_class: str = CLASSIF
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}
     model = getattr(transformers, auto_class).from_pretrained(folder, **options)
     config = model.config.get_text_config()
-    if auto_class == CLASSIFICATION and config.pad_token_id is None:
+    if auto_class == CLASSIFICATION and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
     return model
 
@@ -98,7 +105,7 @@ def row_of(model: Architecture, flags: str | None = None) -> str:
             new = load(base, 1, auto_class=auto_class)
             logits(new, kind, auto_class)
         except Exception as error:
-            return shortened(f"not built: {type(error).__name__}: {error}")
+            return shortened(f"not built: {NOT_BUILT.get(kind) or f'{type(error).__name__}: {error}'}")
         try:
             size = batch_of(auto_class, kind).get("pixel_values", torch.empty(0)).shape[-1]
             train = (
