@@ -161,6 +161,7 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         adapt=partial(train_part_of_images, flags=args, image_size=args.image_size),
         loss_of=partial(summed_loss, logits_of=partial(logits_of_images, pixels=pixels_for(args)), loss=loss),
         micro_batch=micro_batch,
+        takes_adapters=args.architecture is None and not args.freezes,
         stream_weights=args.stream_weights == "host",
         assumed=assumed,
     )

@@ -178,6 +178,49 @@ def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Pat
     assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).stream_weights
 
 
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8, **SIZES}
+RESNET = {"hidden_sizes": [16, 32], "depths": [1, 2], "embedding_size": 16, "layer_type": "basic"}
+RESNET |= {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}
+MOBILENET = {
+    "model_type": "mobilenet_v1",
+    "architectures": ["MobileNetV1ForImageClassification"],
+    "depth_multiplier": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "takes_adapters"),
+    [(VIT, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((RESNET, True), (MOBILENET, False)))],
+    ids=["linear layers", "convolutions", "none that peft adapts"],
+)
+def test_image_models_are_offered_adapters(tmp_path: Path, config: dict, takes_adapters: bool) -> None:
+    """With the parts of a run: in bfloat16 half of the weights, and gradients and state of what trains alone."""
+    words = [
+        folder_of(config, tmp_path / "model"),
+        "--image_size",
+        "32",
+        "--global_batch_size",
+        "4",
+        "--memory",
+        "2GiB",
+    ]
+    rungs = {rung["name"]: rung for rung in fitted(words, tmp_path / "fit.json")["rungs"]}
+    assert ("LoRA" in rungs) == takes_adapters
+    if takes_adapters:
+        whole, adapted = rungs["no checkpointing"], rungs["LoRA"]
+        assert adapted["parts"]["optimizer state"] < 0.5 * whole["parts"]["optimizer state"]
+        task = read_task(ROOT / "recipes" / f"{IMAGES}.py", flags_of(adapted["launch"]))
+        assert not task.takes_adapters
+        trained = [one for one in task.planned_model().parameters() if one.requires_grad]
+        assert adapted["parts"]["optimizer state"] >= 2 * sum(one.nbytes for one in trained)
+
+
+def test_what_does_not_fit_image_models_names_no_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal([folder_of(VIT, tmp_path / "vit"), "--global_batch_size", "1", "--memory", "1MiB"], capsys)
+    assert "does not fit" in line
+    assert "--load_in_4bit" not in line
+
+
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
     line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)

@@ -21,7 +21,7 @@ from memsave_recipes.cli.request import (
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.targets import Target, target_of
 from memsave_recipes.planner.budget import usable_bytes
-from memsave_recipes.planner.ladder import Rung, Subject, best_rung, find_subject, ladder
+from memsave_recipes.planner.ladder import IMAGES, Rung, Subject, best_rung, find_subject, ladder
 from memsave_recipes.planner.task import Launch, Task, read_task
 from memsave_recipes.render.choice import heading, row
 from memsave_recipes.text import GIB, ProgressBar, format_bytes, gib_that_suffice, to_gib
@@ -116,13 +116,13 @@ class _Page:
         least = min(self.rungs, key=lambda rung: rung.candidate.needed_bytes)
         needed = least.candidate.needed_bytes
         kept = needed * self.launch.target.memory_bytes / self.budget_bytes
-        takes_adapters = any(rung.name == "LoRA" for rung in self.rungs)
+        is_packable = self.subject.recipe != IMAGES and any(rung.name == "LoRA" for rung in self.rungs)
         return InputError(
             f"MODEL {self.word} does not fit {format_bytes(self.budget_bytes)} of {self.launch.target.name}: "
             f"least is needed with {least.name} (--micro_batch_size {least.candidate.layout.micro_batch_size}, plan "
             f"{least.candidate.strategy}), {gib_that_suffice(needed)} GiB: take a card with {format_bytes(kept)}, a "
             "shorter --length or a smaller model"
-            + ("; --lora --load_in_4bit needs less, which cannot be estimated" if takes_adapters else "")
+            + ("; --lora --load_in_4bit needs less, which cannot be estimated" if is_packable else "")
         )
 
     def _json(self, best: Rung | None, is_complete: bool) -> str:

@@ -189,13 +189,14 @@ def _targets(model: nn.Module, flags: LoraArguments, task_type: str | None, copi
         return flags.lora_target_modules
     if task_type is not None:
         return "all-linear"
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear)
-        is_whole = any(f"{name}.".startswith(f"{above}.") for above in copied)
-        if (is_linear or (isinstance(module, nn.Conv2d) and module.groups == 1)) and not is_whole:
-            found[is_linear].append(name)
-    return found[True] or found[False]
+    return [*_adaptable(model, {weight for name in copied for weight in model.get_submodule(name).parameters()})]
+
+
+def _adaptable(model: nn.Module, whole: set[nn.Parameter]) -> dict[str, Any]:
+    """Return the linear layers by name, or the convolutions where there are none, but those with ``whole`` weights."""
+    left = {name: one for name, one in model.named_modules() if getattr(one, "weight", None) not in whole}
+    linear = {name: one for name, one in left.items() if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"}
+    return linear or {name: one for name, one in left.items() if isinstance(one, nn.Conv2d) and one.groups == 1}
 
 
 def _named_modules(model: nn.Module, endings: Sequence[str]) -> list[str]:
@@ -295,15 +296,11 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
         raise InputError(f"{source}: its adapters do not fit {type(model).__name__} ({why[:200]})") from error
 
 
-def adapters_on_meta(model: nn.Module, rank: int) -> list[Tensor]:
-    """Make tensors on meta of the shapes that adapters of all linear layers have."""
-    adapters = []
-    for module in model.modules():
-        if type(module).__name__ in ADAPTABLE:
-            weight: Any = module.weight
-            outputs, inputs = weight.shape
-            adapters += [torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")]
-    return adapters
+def added_by_lora(model: nn.Module, rank: int, *, is_classifier: bool) -> list[Tensor]:
+    """Return tensors of the sizes that ``--lora`` adds: adapters on meta, and a classifier's head, which is copied."""
+    head = outside_the_backbone(model) if is_classifier else set()
+    sizes = [(one.weight[0].numel(), len(one.weight)) for one in _adaptable(model, head).values()]
+    return [*head, *(torch.empty(rank, side, device="meta") for sides in sizes for side in sides)]
 
 
 def merged(model: nn.Module) -> nn.Module:

@@ -484,11 +484,16 @@ def _in_8_bit(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str |
 def _adapted(
     whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None, name: str, flags: tuple[str, ...]
 ) -> Iterator[Rung]:
-    if whole.task.takes_adapters:
+    """Yield no rung where the model takes no adapters (MobileNet), or has no layers to stream (ResNet)."""
+    if not whole.task.takes_adapters:
+        return
+    try:
         task = read(flags)
         estimates = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)
-        adapted = replace(whole, task=task, estimates=estimates, like=whole)
-        yield from _way(name, adapted, partial(adapted.best, loss), flags, "adapters train")
+    except InputError:
+        return
+    adapted = replace(whole, task=task, estimates=estimates, like=whole)
+    yield from _way(name, adapted, partial(adapted.best, loss), flags, "adapters train")
 
 
 def best_rung(rungs: Sequence[Rung]) -> Rung | None:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PreTrainedModel
 
 from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
 from memsave_recipes.errors import BUDGET_FLAG, InputError
-from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
+from memsave_recipes.models.adapters import LoraArguments, added_by_lora
 from memsave_recipes.planner.budget import Forecast, InShards, static_memory_of
 from memsave_recipes.planner.search import Candidate, host_memory_too_small
 from memsave_recipes.planner.task import Task
@@ -166,14 +167,16 @@ def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
             yield Saving(flags=f"--optimizer {other}", state_bytes=freed, curve="another optimizer's")
 
 
-WITHOUT_ADAPTERS = ("model", "freeze_backbone", "train_last_blocks")
+WITHOUT_ADAPTERS = ("freeze_backbone", "train_last_blocks")
 """Flags beside which there is no ``--lora``."""
 
 
 def _adapters(setup: Setup) -> Iterator[Saving]:
-    """Free gradients and state of frozen weights, and add the adapters of all linear layers with theirs."""
-    if setup.flags.get("lora") is False and not any(map(setup.flags.get, WITHOUT_ADAPTERS)):
-        added = adapters_on_meta(setup.model, setup.flags["lora_rank"])
+    """Free gradients and state of frozen weights, and add adapters with theirs; our classifiers take none."""
+    is_classifier = "freeze_backbone" in setup.flags
+    takes_adapters = isinstance(setup.model, PreTrainedModel) or not is_classifier
+    if takes_adapters and setup.flags.get("lora") is False and not any(map(setup.flags.get, WITHOUT_ADAPTERS)):
+        added = added_by_lora(setup.model, setup.flags["lora_rank"], is_classifier=is_classifier)
         yield Saving(
             flags="--lora",
             weights_bytes=-sum(adapter.nbytes for adapter in added),

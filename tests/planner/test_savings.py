@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 
 from memsave_recipes.exact.batch_layouts import IndexedLayout
+from memsave_recipes.models.adapters import added_by_lora
+from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 from memsave_recipes.planner.savings import SAME_CURVE, Setup, savings_of
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import state_bytes
@@ -71,6 +74,27 @@ def test_adapters_take_the_place_of_gradients_and_state():
     adapters = 2 * 2 * (64 + 128)  # numbers: rank 2, two layers
     assert freed(TEXT_FLAGS)["--lora"] == 2 * 12 * WEIGHT - 16 * adapters
     assert "--lora" not in freed({**TEXT_FLAGS, "lora": True})
+
+
+def test_adapters_of_a_classifier_leave_its_head_in_training():
+    """By hand: a head of 2 labels is copied; the four matrices of attention and the two of the MLP have adapters."""
+    head, matrices = 2 * 16 + 2, [(16, 16)] * 4 + [(16, 24), (24, 16)]
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    network = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    added = head + 2 * sum(map(sum, matrices))
+    found = freed({**TEXT_FLAGS, "freeze_backbone": False}, network=network)
+    assert found["--lora"] == 3 * 4 * (weights - added) - 4 * added
+    assert "--lora" not in freed({**TEXT_FLAGS, "freeze_backbone": False})  # of a network of ours
+
+
+def test_adapters_of_convolutions_are_counted_where_there_are_no_linear_layers():
+    sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+    network = ResNetForImageClassification(ResNetConfig(**sizes))
+    added = added_by_lora(network, 2, is_classifier=True)
+    flags = ClassifierTrainingArguments(lora=True, lora_rank=2)
+    trained = [one for one in train_part(network, flags, task_type=None).parameters() if one.requires_grad]
+    assert sorted(one.numel() for one in added) == sorted(one.numel() for one in trained)
 
 
 def test_an_optimizer_in_the_backward_leaves_one_gradient():
