@@ -140,7 +140,25 @@ def assert_the_same_run(folder, straight):
     assert_the_same_weights(folder / "final", straight / "final")
 
 
+def weights_of(folder):
+    """The tensors of a saved model, or of its adapters."""
+    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
 def assert_the_same_weights(folder, straight):
-    weights, expected = (load_file(one / "model.safetensors") for one in (folder, straight))
-    assert weights.keys() == expected.keys()
+    weights, expected = weights_of(folder), weights_of(straight)
+    assert weights.keys() == expected.keys() != set()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def assert_the_same_bits(folder, expected, step):
+    """Logged losses and norms, evaluations, weights, and the last checkpoint with the optimizer's state."""
+    curve, expected_curve = ([row for row in rows_of(one) if "result/steps" not in row] for one in (folder, expected))
+    assert curve == expected_curve
+    assert_the_same_weights(folder / "final", expected / "final")
+    ours, theirs = (one / "checkpoints" / f"step-{step}" for one in (folder, expected))
+    for path in theirs.glob("*.safetensors"):
+        tensors, others = load_file(ours / path.name), load_file(path)
+        assert tensors.keys() == others.keys()
+        assert all(torch.equal(tensors[name], others[name]) for name in others), path.name
+    assert (ours / "optimizer.json").read_text() == (theirs / "optimizer.json").read_text()

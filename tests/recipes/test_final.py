@@ -7,8 +7,18 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from lives import write_rows
+from peft import PeftModel
 from PIL import Image
-from transformers import AutoModelForCausalLM, GPT2Tokenizer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    GPT2Tokenizer,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    pipeline,
+)
 
 from memsave_recipes import estimate
 from memsave_recipes.checkpoints.commit import verify_manifest
@@ -123,6 +133,37 @@ def test_cards_have_no_local_paths(run_once, tmp_path):
         assert str(tmp_path) not in text
     assert "from `first/final`" in text
     assert load(second).label_names == ("cat", "dog")
+
+
+@pytest.fixture(scope="module", params=["vit", pytest.param("resnet", marks=pytest.mark.slow)])
+def image_base(request, tmp_path_factory):
+    """A folder with a model of transformers for images of 16 pixels, of linear layers or of convolutions."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "vit":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **sizes))
+    else:
+        sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+        model = ResNetForImageClassification(ResNetConfig(**sizes))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_averaged_adapters_of_an_image_classifier_predict_and_train_further(run_once, image_base, held_out):
+    lora = ["--lora", "--lora_rank", "4", "--learning_rate", "1e-2", "--max_steps", "20", "--ema_decay", "0.5"]
+    adapted = run_once("--model_name_or_path", str(image_base), *IMAGES, *lora)
+    assert accuracy(adapted, [held_out[0]], held_out[1]) == results(adapted)["eval"]["accuracy"]
+    evaluated = run_once("--model_name_or_path", str(adapted / "final"), *IMAGES, "--eval_only")
+    assert results(evaluated)["eval"] == results(adapted)["eval"]
+    saved, image = load(adapted), decode({"path": str(held_out[0] / "000.png"), "bytes": None})
+    torch.manual_seed(7)  # of a head that the adapters have to replace
+    labels = {"num_labels": 10, "ignore_mismatched_sizes": True}
+    base = AutoModelForImageClassification.from_pretrained(image_base, **labels)
+    by_peft = PeftModel.from_pretrained(base, adapted / "final", is_trainable=True).eval()
+    with torch.no_grad():
+        logits = by_peft(**saved.processor([image], return_tensors="pt")).logits
+    torch.testing.assert_close(logits, saved.logits([image]))
 
 
 @pytest.fixture(scope="module")
