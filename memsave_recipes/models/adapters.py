@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.slices import new_weights, take_whole
@@ -35,7 +36,7 @@ from memsave_recipes.text import first_line
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import PeftModel
 
-ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
+LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
 ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score"), None: ()}
 """Endings of the modules of which peft trains a copy in any case, by the kind of task; it has none for images."""
 OF_IMAGES = "images"  # a kind of task that peft has no word for
@@ -169,15 +170,14 @@ def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
                 use_dora=flags.use_dora,
                 task_type=task_type,
                 modules_to_save=copied or None,
-                fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
+                fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
             )
             return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         asked = " ".join(flags.lora_target_modules)
         if "groups" in str(error):
             raise InputError(f"--lora_target_modules {asked}: {first_line(error)}: name other layers") from error
-        linear = (name for name, module in model.named_modules() if type(module).__name__ in ADAPTABLE)
-        found = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
+        found = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _adaptable(model, set()))) or "none"
         raise InputError(
             f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
         ) from error
@@ -195,7 +195,7 @@ def _targets(model: nn.Module, flags: LoraArguments, task_type: str | None, copi
 def _adaptable(model: nn.Module, whole: set[nn.Parameter]) -> dict[str, Any]:
     """Return the linear layers by name, or the convolutions where there are none, but those with ``whole`` weights."""
     left = {name: one for name, one in model.named_modules() if getattr(one, "weight", None) not in whole}
-    linear = {name: one for name, one in left.items() if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"}
+    linear: dict[str, Any] = {name: one for name, one in left.items() if isinstance(one, LINEAR)}
     return linear or {name: one for name, one in left.items() if isinstance(one, nn.Conv2d) and one.groups == 1}
 
 

@@ -18,8 +18,6 @@ from memsave_recipes.errors import InputError, require
 from memsave_recipes.models.adapters import LoraArguments, add_lora, outside_the_backbone
 from memsave_recipes.models.slices import new_weights
 
-StreamWeights = Literal["none", "host"]
-
 
 @dataclass(kw_only=True)
 class TrainedPartArguments(LoraArguments):
@@ -29,7 +27,7 @@ class TrainedPartArguments(LoraArguments):
         default=None,
         metadata={"help": "train so many blocks, the last ones, with what is behind them, and freeze the rest"},
     )
-    stream_weights: StreamWeights = field(
+    stream_weights: Literal["none", "host"] = field(
         default="none",
         metadata={
             "help": "host: weights of layers wait there until their layer runs (on a GPU): frozen ones, and with "
