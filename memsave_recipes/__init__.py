@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memsave_recipes.planner.search import Candidate, Choice
     from memsave_recipes.planner.task import Task, estimate
     from memsave_recipes.plans import Plan
+    from memsave_recipes.step.host_state import keep_state_on_host
     from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 __version__ = "0.2.0"
@@ -39,6 +40,7 @@ __all__ = [
     "Verdict",
     "apply_plan",
     "estimate",
+    "keep_state_on_host",
     "linear_cross_entropy",
     "make_plan",
     "prepare",
@@ -57,6 +59,7 @@ _MODULES = {
     "planner.search": ("Candidate", "Choice"),
     "planner.task": ("Task", "estimate"),
     "plans": ("Plan",),
+    "step.host_state": ("keep_state_on_host",),
     "training.arguments": ("OptimizerArguments", "RunArguments"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

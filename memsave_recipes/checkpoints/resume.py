@@ -48,11 +48,17 @@ LATER = {
     "bitwise_topology": False,
     "packed_attention": "mask",
     "shard": NONE,
+    "offload_optimizer": NONE,
     "reduce_gradients": PER_MICRO_BATCH,
 }
 """Flags that runs of an earlier version did not have, and how they were trained."""
-ROUNDS = ("shard", "reduce_gradients")
-"""Flags by which ranks add gradients in another order."""
+SAME = {"offload_optimizer": {NONE, "state"}}
+"""Values of flags that give the same bits."""
+ROUNDS = {
+    **dict.fromkeys(("shard", "reduce_gradients"), "ranks add gradients in another order"),
+    "offload_optimizer": "an update on the host rounds in another way than one on the device",
+}
+"""Flags that change no more than rounding does, and why."""
 CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
 KEPT = {"decay_all": False, "too_long": "drop"}
@@ -217,11 +223,11 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
     free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
     notices = []
     for name in saved.keys() & now.keys() - free:
-        if saved[name] == now[name] or (name in (*CHOSEN, "reduce_gradients") and now[name] == AUTO):
+        if _is_same(name, saved[name], now[name]) or (name in (*CHOSEN, "reduce_gradients") and now[name] == AUTO):
             continue
         change = f"--{name} was {saved[name]} and is {now[name]}"
         if name in ROUNDS:
-            notices.append(f"note: {change}: ranks add gradients in another order")
+            notices.append(f"note: {change}: {ROUNDS[name]}")
         elif name in PLACES:
             notices.append(f"note: {change}, which is taken to be the same")
         elif name in CONTENTS:
@@ -235,6 +241,10 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
                 f"--resume: {change}{why}: give what the run was started with, or name another --output_dir"
             )
     return sorted(notices)
+
+
+def _is_same(name: str, was: Any, now: Any) -> bool:
+    return bool(was == now or (name in SAME and {was, now} <= SAME[name]))
 
 
 def _check_same_micro_batch(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -2,11 +2,12 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from memsave_recipes.activations.micro_batches import tensors_in
@@ -18,8 +19,11 @@ from memsave_recipes.integrations.planned_training import (
     check_model,
     refuse_several,
 )
+from memsave_recipes.planner.make_plan import torch_optimizer
 from memsave_recipes.profiling.preserve_state import replaced
+from memsave_recipes.step.host_state import is_on_host, keep_state_on_host
 
+OFFLOADS = ("none", "state")
 SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -31,15 +35,32 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
         strategy, blocks: as of ``make_plan``.
+        offload_optimizer: ``none``, or ``state``: that waits on the host, also after the training.
 
     Raises:
         InputError: settings that exclude one another; when training begins: arguments of the trainer that exclude a
             plan, and a budget that no plan fits in.
     """
 
+    def __init__(
+        self,
+        budget_gib: float | None = None,
+        *,
+        strategy: str = "budget:bitwise",
+        blocks: Sequence[str] | type[nn.Module] | None = None,
+        offload_optimizer: str = "none",
+    ) -> None:
+        super().__init__(budget_gib, strategy=strategy, blocks=blocks)
+        if offload_optimizer not in OFFLOADS:
+            raise InputError(f"offload_optimizer {offload_optimizer!r}: it must be {' or '.join(OFFLOADS)}")
+        self.offloads = offload_optimizer != "none"
+
     def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
-        """Refuse arguments before ``train()`` acts on them."""
+        """Refuse arguments before ``train()`` acts on them; see to the optimizer before a checkpoint is loaded."""
         _check_arguments(args)
+        if self.offloads:
+            trainer = _calling_trainer()
+            trainer.create_optimizer = _offloading(trainer.create_optimizer)
 
     def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Wrap the trainer's ``compute_loss``."""
@@ -79,6 +100,19 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer and its model back."""
         self.remove()
+
+
+def _offloading(create_optimizer: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """Return ``create_optimizer`` that keeps the state of what it returns on the host."""
+
+    def create(*args: Any, **named: Any) -> Optimizer:
+        optimizer = create_optimizer(*args, **named)
+        inside = torch_optimizer(optimizer)  # of a second training, in which Accelerate has wrapped it
+        if not is_on_host(inside):
+            keep_state_on_host(inside)
+        return optimizer
+
+    return create
 
 
 def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.preserve_state import running_blocks
+from memsave_recipes.step.host_state import is_on_host, kind_of, pieces_of, waits
 from memsave_recipes.text import GIB, ProgressBar, gib_that_suffice, to_gib
 
 MAX_GIB = 1e6
@@ -106,9 +108,13 @@ def make_plan(
 
 
 def static_of(optimizer: Optimizer) -> StaticMemory:
-    """Return the state of an optimizer, or of a wrapper of it, and the temporaries of its update."""
+    """Return the state of an optimizer, or of a wrapper of it, and the temporaries of its update.
+
+    State that waits on the host counts among these, for two pieces of the parameters.
+    """
     optimizer = torch_optimizer(optimizer)
-    return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes_of(optimizer))
+    update_bytes = update_bytes_of(optimizer) + _visiting_bytes(optimizer)
+    return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes)
 
 
 def plan_step(
@@ -287,12 +293,39 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """Return the bytes of the state after a step; leaves the optimizer as it is.
+    """Return the bytes of the state on the device after a step, without what waits on the host."""
+    on_host = is_on_host(optimizer)
+    return sum(
+        _bytes((tensor for tensor in tensors if not (on_host and waits(tensor))), parameter.device)
+        for parameter, tensors in _state_after_a_step(optimizer).items()
+    )
+
+
+def _visiting_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the state that waits on the host, of the two consecutive pieces that have most."""
+    if not is_on_host(optimizer):
+        return 0
+    sizes = {
+        parameter: allocated_bytes((tensor.nbytes for tensor in tensors if waits(tensor)), on_cpu=False)
+        for parameter, tensors in _state_after_a_step(optimizer).items()
+    }
+    pieces = [piece for group in optimizer.param_groups for piece in pieces_of(group["params"])]
+    visits = [sum(sizes.get(parameter, 0) for parameter in piece) for piece in pieces]
+    return max(map(sum, pairwise([*visits, 0])), default=0)
+
+
+def _state_after_a_step(optimizer: Optimizer) -> dict[Tensor, list[Tensor]]:
+    """Return the tensors of the state of each parameter; leaves the optimizer as it is.
 
     Where it has not stepped yet, a copy of it steps a parameter of each shape on torch's ``meta`` device.
     """
-    there = sum(_bytes(state.values(), parameter.device) for parameter, state in optimizer.state.items())
-    return there or sum(_bytes_to_come(optimizer, group, shape) for group, shape in _parameters(optimizer))
+    there = {
+        parameter: [value for value in entry.values() if isinstance(value, Tensor)]
+        for parameter, entry in optimizer.state.items()
+    }
+    if any(there.values()):
+        return there
+    return {parameter: _state_to_come(optimizer, group, parameter) for group, parameter in _parameters(optimizer)}
 
 
 def update_bytes_of(optimizer: Optimizer) -> int:
@@ -312,7 +345,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]
     return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
-def _bytes_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+def _state_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Tensor]:
     alone = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
     alone.grad = torch.empty_like(alone)
     options = {name: PLAIN.get(name, value) for name, value in group.items()}
@@ -327,14 +360,13 @@ def _bytes_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
     )
     stepped = False
     with suppress(Exception):  # a kernel of the device, after the state has been made
-        type(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
+        kind_of(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
         stepped = True
     made = twin.state[alone].values() if stepped or twin.state[alone] else ASSUMED_COPIES * [alone]
-    return _bytes(made, parameter.device)
+    return [value for value in made if isinstance(value, Tensor)]
 
 
-def _bytes(values: Iterable[Any], device: torch.device) -> int:
+def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Add up the tensors on ``device``: an accelerator has none of the host's."""
     on_cpu = device.type == "cpu"
-    tensors = (value for value in values if isinstance(value, Tensor))
     return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)

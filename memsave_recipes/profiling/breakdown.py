@@ -28,7 +28,7 @@ from memsave_recipes.activations.streaming import resident_tensors
 from memsave_recipes.processes import only_errors_of_c10
 from memsave_recipes.profiling.preserve_state import hooked
 from memsave_recipes.sharding.shards import noting_gathered
-from memsave_recipes.sharding.tensors import locals_of
+from memsave_recipes.sharding.tensors import local, locals_of
 
 # Kineto announces every start and stop on stderr; this is the level above its loudest message.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -194,7 +194,10 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))
+    """Yield the tensors of its state that are where the parameter is, and not on the host."""
+    for parameter, entry in optimizer.state.items():
+        tensors = locals_of(value for value in entry.values() if isinstance(value, Tensor))
+        yield from (tensor for tensor in tensors if tensor.device == local(parameter).device)
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import empty as empty_shards
+from torch.distributed.tensor import DTensor
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -63,11 +62,16 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 def cut_like(tensor: Tensor, other: Tensor | None) -> Tensor:
-    """A whole ``tensor``, which every rank has, in the shards of ``other``; as it is where neither has any."""
+    """A whole ``tensor``, which every rank has, in the shards of ``other``; as it is where neither has any.
+
+    The parts are where ``tensor`` is, so that a device need not hold all that is loaded onto it.
+    """
     if isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return tensor
-    on_device = tensor.to(other.to_local().device)
-    return distribute_tensor(on_device, other.device_mesh, other.placements, src_data_rank=None)
+    cut = torch.empty_like(other, dtype=tensor.dtype, device=tensor.device, requires_grad=False)
+    part, begin = local(cut.detach()), first_row(other)
+    part.copy_(tensor[begin : begin + len(part)])
+    return cut
 
 
 def with_part(part: Tensor, like: Tensor) -> Tensor:
@@ -117,10 +121,10 @@ def handed_out(tensor: Tensor | None, like: DTensor, rank: int, dtype: torch.dty
 
 
 def empty_like_shards(size: torch.Size, dtype: torch.dtype, other: Tensor | None) -> Tensor:
-    """Uninitialised, in the shards of ``other`` where that has the same size, else whole and on the host."""
+    """Uninitialised, on the host, in the shards of ``other`` where that has the same size, else whole."""
     if not isinstance(other, DTensor) or other.shape != size:
         return torch.empty(size, dtype=dtype)
-    return empty_shards(*size, dtype=dtype, device_mesh=other.device_mesh, placements=other.placements)
+    return torch.empty_like(other, dtype=dtype, device="cpu", requires_grad=False)
 
 
 @torch.no_grad()

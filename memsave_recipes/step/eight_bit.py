@@ -99,6 +99,7 @@ class AdamW8bitInParts(AdamW8bit):
             value = _dequantised(part, saved["absmax"], saved["qmap"], _first_number(parameter))
             return {"state": with_part(value, state)}
         if is_in_8_bits:
+            part = part.to(local(parameter).device)  # whose kernel rounds as at every update
             codes = codes.to(part.device)
             value, scales = _quantised(part, codes)
             return {"state": with_part(value, state), "absmax": _scales_in_shards(scales, parameter), "qmap": codes}

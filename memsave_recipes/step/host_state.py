@@ -14,15 +14,18 @@ NOTE [ state on the host ]
 5. Torch pins powers of two of bytes, so tensors share slabs of such sizes.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from memsave_recipes.activations.offload import Copies, SideStream
+from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import local, num_parts
 
 PIECE_BYTES = 2**25
@@ -154,7 +157,6 @@ class StateOnHost:
             yield piece
             leaving = self._bring_home(state(piece))
         leaving.finish()
-        self._last = leaving.event
 
     def settle(self) -> None:
         """Wait until all state is on the host."""
@@ -176,7 +178,9 @@ class StateOnHost:
         return _Move.start(self._up, [(tensor, torch.empty_like(tensor, device=self._device)) for tensor in waiting])
 
     def _bring_home(self, tensors: list[Tensor]) -> _Move:
-        return _Move.start(self._down, [(tensor, self._home_of(tensor)) for tensor in tensors if waits(tensor)])
+        move = _Move.start(self._down, [(tensor, self._home_of(tensor)) for tensor in tensors if waits(tensor)])
+        self._last = move.event or self._last
+        return move
 
     def _home_of(self, tensor: Tensor) -> Tensor:
         if tensor not in self._homes:
@@ -193,6 +197,7 @@ class _OptimizerOnHost(Optimizer):
     """What ``keep_state_on_host`` puts before the methods of an optimizer."""
 
     on_host: StateOnHost
+    kind: type[Optimizer]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -217,7 +222,7 @@ class _OptimizerOnHost(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of ``state_dict``, also of an optimizer whose state was on the device."""
-        stepped = [parameter for group in self.param_groups for parameter in group["params"]]
+        stepped = self._stepped()
         state = {number: dict(entry) for number, entry in state_dict["state"].items()}
         large = {number: _large_ones(entry, stepped[number]) for number, entry in state.items()}
         for number, entry in large.items():
@@ -226,9 +231,23 @@ class _OptimizerOnHost(Optimizer):
         super().load_state_dict({**state_dict, "state": state})
         for number, entry in large.items():
             self.state[stepped[number]].update(entry)
-        for parameter in stepped:
-            for tensor in self._state_of(parameter):
-                self.on_host.take_in(tensor)
+        self.take_in_state()
+
+    @torch.no_grad()
+    def take_in_state(self) -> None:
+        """Give all present state memory on the host, one tensor after the other."""
+        for parameter in self._stepped():
+            entry = self.state.get(parameter, {})
+            for key, value in entry.items():
+                if isinstance(value, DTensor) and value.device != parameter.device:  # it would say so for ever
+                    entry[key] = value.to(parameter.device)
+                if isinstance(value, Tensor):
+                    self.on_host.take_in(local(entry[key]))
+                    local(value).data = local(entry[key])  # nobody else keeps what was loaded
+
+    def _stepped(self) -> list[Tensor]:
+        """All parameters, in the order in which they are numbered."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _state_of(self, parameter: Tensor) -> list[Tensor]:
         """The tensors of its state, in shards the parts of this rank."""
@@ -237,16 +256,52 @@ class _OptimizerOnHost(Optimizer):
 
 def _large_ones(entry: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """The tensors in an entry of a saved state that may wait on the host, in the dtype that torch loads them in."""
-    found = {key: value for key, value in entry.items() if isinstance(value, Tensor) and waits(value)}
+    found = {key: value for key, value in entry.items() if isinstance(value, Tensor) and waits(local(value))}
     return {key: value.to(parameter.dtype) if value.is_floating_point() else value for key, value in found.items()}
 
 
-def keep_state_on_host(optimizer: Optimizer, device: torch.device) -> None:
-    """Let the state of ``optimizer`` wait on the host, and visit the ``device`` of its parameters for each update."""
-    move_state(optimizer, StateOnHost(device, SideStream(device), SideStream(device)))
+def keep_state_on_host(optimizer: Optimizer) -> None:
+    """Let the state of ``optimizer`` wait on the host, and visit the device of its parameters for each update.
+
+    Of a model on a CPU it stays, and a warning says so.
+
+    Args:
+        optimizer: torch's own, before a schedule or another wrapper takes it, with parameters that are on the device.
+
+    Raises:
+        InputError: a schedule has taken its ``step`` already.
+    """
+    if "step" in vars(optimizer):
+        raise InputError(
+            "offload_optimizer: a schedule holds the optimizer's step already: keep its state on the host before the "
+            "schedule is made"
+        )
+    device = optimizer.param_groups[0]["params"][0].device
+    if may_leave(device):
+        move_state(optimizer, StateOnHost(device, SideStream(device), SideStream(device)))
+
+
+def may_leave(device: torch.device) -> bool:
+    """Whether ``device`` is another place than the host; else a warning says that all stays."""
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        warnings.warn("offload_optimizer: the model runs on a CPU, so all of it stays where it is", stacklevel=3)
+    return not on_cpu
+
+
+def is_on_host(optimizer: Optimizer) -> bool:
+    """Whether the state of ``optimizer`` waits on the host."""
+    return isinstance(optimizer, _OptimizerOnHost)
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """The class of ``optimizer`` as it was made."""
+    return optimizer.kind if isinstance(optimizer, _OptimizerOnHost) else type(optimizer)
 
 
 def move_state(optimizer: Optimizer, on_host: StateOnHost) -> None:
     """Let ``on_host`` move the state of ``optimizer``, which stays what it is."""
     kind: Any = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_OptimizerOnHost, kind), {"on_host": on_host})
+    moved: Any = optimizer
+    moved.__class__ = type(kind.__name__, (_OptimizerOnHost, kind), {"on_host": on_host, "kind": kind})
+    moved.take_in_state()

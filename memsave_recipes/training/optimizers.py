@@ -23,7 +23,6 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
 """
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -42,7 +41,7 @@ from memsave_recipes.errors import InputError, require
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.sharding.tensors import is_sharded, local, whole
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.step.host_state import keep_state_on_host
+from memsave_recipes.step.host_state import keep_state_on_host, may_leave
 from memsave_recipes.step.host_step import HostMasters, masters_of, masters_on_host, step_masters
 from memsave_recipes.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
 from memsave_recipes.step.settings import why_not_in_backward
@@ -107,7 +106,7 @@ def make_optimizer(
     if masters is not None:
         step_masters(optimizer, masters, leave_in_backward=leaves_in_backward, stream=stream_of(model))
     elif _offloads(optim, trained):
-        keep_state_on_host(optimizer, _device_of(trained))
+        keep_state_on_host(optimizer)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
@@ -115,10 +114,7 @@ def make_optimizer(
 
 def _offloads(optim: OptimizerArguments, trained: list[nn.Parameter]) -> bool:
     """Whether anything of the optimizer waits on the host, which the model is not on."""
-    is_asked, on_cpu = optim.offload_optimizer != NONE, _device_of(trained).type == "cpu"
-    if is_asked and on_cpu:
-        warnings.warn("offload_optimizer: the model runs on a CPU, so all of it stays where it is", stacklevel=3)
-    return is_asked and not on_cpu
+    return optim.offload_optimizer != NONE and may_leave(_device_of(trained))
 
 
 def _masters(optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter]) -> HostMasters | None:

@@ -168,6 +168,13 @@ def test_what_is_saved_is_as_ever(tmp_path, plain):
     assert not differing(plain[1], weights_of(saved))
 
 
+def test_on_a_cpu_the_state_of_the_optimizer_stays(tmp_path, plain):
+    callback = memsave.MemsaveCallback(strategy="full", offload_optimizer="state")
+    with pytest.warns(match="offload_optimizer: the model runs on a CPU, so all of it stays where it is"):
+        run = trained(tmp_path, [callback])
+    assert not differing(plain[1], weights_of(run.model))
+
+
 class OwnStepTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = model(**inputs).loss
@@ -232,6 +239,7 @@ def test_what_shards_the_model_is_refused(kind, tmp_path, monkeypatch):
         ({"budget_gib": float("nan")}, "budget_gib nan: it must be above 0"),
         ({"budget_gib": "5"}, "budget_gib '5': it must be above 0, and a number of GiB"),
         ({"budget_gib": 1, "strategy": "full"}, "budget_gib 1: strategy full takes none"),
+        ({"strategy": "full", "offload_optimizer": "all"}, "offload_optimizer 'all': it must be none or state"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, message):

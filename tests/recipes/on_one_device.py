@@ -1,6 +1,6 @@
 """``python on_one_device.py FOLDER``: the training recipes on a stand-in for CUDA, with a proof of an offloading plan.
 
-Run with ``STANDIN_WAITS`` set. Leaves ``waits.json``: what the host waits for in the 4th step of each recipe, which is
+Run with ``STANDIN_WAITS`` set. Leaves ``waits.json``: what the host waits for in the 4th step of each run, which is
 neither measured nor logged nor saved.
 """
 
@@ -23,7 +23,8 @@ from lives import FLAGS  # noqa: E402
 
 from memsave_recipes.run.training_run import TrainingRun  # noqa: E402
 
-RECIPES = (image_classification, language_modeling, text_classification)
+RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, language_modeling, text_classification)]
+RUNS.append(("state on the host", language_modeling, ["--offload_optimizer", "state"]))
 STEP = 4
 FEW = ["--max_steps", "5", "--logging_steps", "100", "--eval_steps", "100", "--micro_batch_size", "4"]
 found: dict[str, dict[str, int]] = {}
@@ -31,10 +32,10 @@ found: dict[str, dict[str, int]] = {}
 
 def main(folder: Path) -> None:
     steps = TrainingRun.steps
-    for recipe in RECIPES:
+    for name, recipe, flags in RUNS:
         before: Counter[tuple[str, str]] = Counter()
 
-        def counted(training, before=before, name=recipe.__name__):
+        def counted(training, before=before, name=name):
             for number, batch in enumerate(steps(training), 1):
                 yield batch
                 if number == STEP - 1:
@@ -44,8 +45,8 @@ def main(folder: Path) -> None:
 
         TrainingRun.steps = counted
         AcceleratorState._reset_state(reset_partial_state=True)
-        name = recipe.__name__
-        recipe.main([*FLAGS[name], *FEW, "--report_to", "none", "--output_dir", str(folder / name)])
+        words = [*FLAGS[recipe.__name__], *FEW, *flags]
+        recipe.main([*words, "--report_to", "none", "--output_dir", str(folder / name)])
     (folder / "waits.json").write_text(json.dumps(found))
     TrainingRun.steps = steps
     AcceleratorState._reset_state(reset_partial_state=True)

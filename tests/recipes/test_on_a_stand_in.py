@@ -97,6 +97,7 @@ WAITS = {
     "image_classification": {NORMALIZE: 8},
     "language_modeling": {},
     "text_classification": {f"{ALL_ONES}_ignore_bidirectional_mask_sdpa": 4},
+    "state on the host": {},
 }
 
 

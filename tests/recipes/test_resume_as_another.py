@@ -8,6 +8,7 @@ import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.checkpoints.commit import write_manifest
+from memsave_recipes.checkpoints.resume import check_same_flags
 from memsave_recipes.run import prepared_run
 
 RECIPE = "image_classification"
@@ -173,3 +174,16 @@ def test_what_was_searched_is_kept(recipe, train, stopped_at_6, monkeypatch, tmp
     again = json.loads((tmp_path / "run" / "config.json").read_text())
     assert again["memory_budget_gib"] == 1
     assert again["micro_batch_size"] == "auto"
+
+
+def test_where_the_optimizer_steps_may_change_and_state_alone_is_nothing_to_tell():
+    def told(was, now):
+        saved, present = ({"lr_scheduler_type": "constant", "offload_optimizer": value} for value in (was, now))
+        return check_same_flags(saved, present)
+
+    assert told("none", "state") == told("state", "none") == []
+    (line,) = told("state", "step")
+    assert line == (
+        "note: --offload_optimizer was state and is step: an update on the host rounds in another way than one on the "
+        "device"
+    )

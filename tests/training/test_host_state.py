@@ -9,12 +9,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves_with_path
 
+from memsave_recipes.errors import InputError
 from memsave_recipes.step import host_state
-from memsave_recipes.step.host_state import StateOnHost, keep_state_on_host, move_state
+from memsave_recipes.step.host_state import StateOnHost, is_on_host, keep_state_on_host, move_state
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer
 
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 OPTIMIZERS = {
     "adamw": OptimizerArguments(learning_rate=1e-2, weight_decay=0.1),
     "adamw_bf16": OptimizerArguments(learning_rate=1e-2, bf16_stochastic_round=True),
@@ -24,6 +25,25 @@ OPTIMIZERS = {
     "sgd": OptimizerArguments(learning_rate=1e-2, optimizer="sgd"),
     "in backward": OptimizerArguments(learning_rate=1e-2, optimizer_in_backward=True),
 }
+
+
+class LateForTheHost(CopiesInOrder):
+    """Which sees a copy only when it has waited by itself."""
+
+    def wait(self, event):
+        pass
+
+
+class Counted(CopiesInOrder):
+    """The bytes of each copy that was started."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def start(self, pairs):
+        self.sizes += [target.nbytes for target, _ in pairs]
+        return super().start(pairs)
 
 
 def make_model(dtype=torch.float32):
@@ -43,7 +63,7 @@ def offload(optimizer):
     if DEVICE.type == "cpu":
         move_state(optimizer, StateOnHost(DEVICE, CopiesInOrder(), CopiesInOrder()))
     else:
-        keep_state_on_host(optimizer, DEVICE)
+        keep_state_on_host(optimizer)
 
 
 def trained(optim, *, offloads, steps=4, first=0, state=None, weights=None):
@@ -60,6 +80,8 @@ def trained(optim, *, offloads, steps=4, first=0, state=None, weights=None):
     for step in range(first, first + steps):
         random = torch.Generator().manual_seed(step)
         images = torch.randn(4, 3, 16, 16, generator=random).to(DEVICE, dtype)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = torch.tensor(float(step == 2), device=DEVICE)  # that step changes nothing
         model(images).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,6 +117,63 @@ def test_the_weights_have_the_bits_of_a_run_without(name):
         tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, torch.Tensor)
     ]
     assert all(tensor.device.type == "cpu" for tensor in waiting if tensor.nbytes >= 2**12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "in backward"])
+def test_a_step_copies_each_large_tensor_up_once_and_down_once(name):
+    model, up, down = make_model(), Counted(), Counted()
+    optimizer = make_optimizer(OPTIMIZERS[name], model)
+    move_state(optimizer, StateOnHost(DEVICE, up, down))
+    moments = sorted(2 * [one.nbytes for one in model.parameters() if one.nbytes >= 2**12])
+    for arriving in ([], moments):  # the first step makes the state
+        up.sizes.clear(), down.sizes.clear()
+        model(torch.ones(4, 3, 16, 16, device=DEVICE)).sum().backward()
+        optimizer.step()
+        assert sorted(up.sizes) == arriving
+        assert sorted(down.sizes) == moments
+
+
+def test_state_that_there_is_moves():
+    expected, model = make_model(), make_model()
+    plain, optimizer = (make_optimizer(OPTIMIZERS["adamw"], one) for one in (expected, model))
+    for step in range(4):
+        if step == 2:
+            offload(optimizer)
+        for network, stepped in ((expected, plain), (model, optimizer)):
+            network(torch.full((4, 3, 16, 16), float(step), device=DEVICE)).square().sum().backward()
+            stepped.step()
+            stepped.zero_grad()
+    assert_same_bits(model, expected)
+
+
+def test_what_is_saved_has_arrived():
+    """Also where the last piece has small tensors alone, as here: a weight of 512 bytes, and its bias."""
+    states = []
+    for late in (False, True):
+        model = make_model()
+        optimizer = make_optimizer(OPTIMIZERS["adamw"], model)
+        if late:
+            move_state(optimizer, StateOnHost(DEVICE, CopiesInOrder(), LateForTheHost()))
+        model(torch.ones(4, 3, 16, 16, device=DEVICE)).sum().backward()
+        optimizer.step()
+        states.append(optimizer.state_dict()["state"])
+    for entry, other in zip(*(state.values() for state in states), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(entry[key].cpu(), other[key].cpu())
+
+
+def test_an_optimizer_that_a_schedule_has_taken_is_refused():
+    optimizer = torch.optim.AdamW(make_model().parameters())
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(InputError, match=r"offload_optimizer: .* before the schedule is made"):
+        keep_state_on_host(schedule.optimizer)
+
+
+def test_on_a_cpu_the_state_stays_and_a_warning_says_so():
+    optimizer = torch.optim.AdamW(nn.Linear(64, 64).parameters())
+    with pytest.warns(match="offload_optimizer: the model runs on a CPU, so all of it stays where it is"):
+        keep_state_on_host(optimizer)
+    assert not is_on_host(optimizer)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,0 +1,127 @@
+"""``python state_on_the_host.py FOLDER``: trainings on a stand-in for CUDA, without state on the host and with it."""
+
+import gc
+import sys
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from integrations.trainings import BASE, chats, differing, llama, padded, rows, tokenizer, weights_of
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import memsave_recipes as memsave
+from memsave_recipes.step import host_state
+
+ARGUMENTS = {**BASE, "use_cpu": False, "per_device_train_batch_size": 4, "max_steps": 4}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+class PeakAtBegin(TrainerCallback):
+    """The most bytes on the device until the first step."""
+
+    def on_train_begin(self, *args, **kwargs):
+        self.peak_bytes = torch.cuda.max_memory_allocated()
+
+
+def train(folder, offload_optimizer, *, resume=None, **arguments):
+    """Weights after the training, and the most bytes on the device before its first step."""
+    gc.collect()  # of the training before, whose trainer refers to itself
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    callback, peak = memsave.MemsaveCallback(strategy="full", offload_optimizer=offload_optimizer), PeakAtBegin()
+    trainer = Trainer(
+        model=llama(dropout=0.0),
+        args=TrainingArguments(str(folder), **{**ARGUMENTS, **arguments}),
+        train_dataset=rows([48] * 16),
+        data_collator=padded,
+        callbacks=[callback, peak],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    assert_waits(trainer.optimizer, on_host=offload_optimizer == "state")
+    peak_of_step = torch.cuda.max_memory_allocated() - before
+    assert peak_of_step == pytest.approx(callback.plan.prediction.peak_bytes, rel=0.03)
+    return on_host(trainer.model), peak.peak_bytes - before
+
+
+def on_host(model):
+    return {name: weight.cpu() for name, weight in weights_of(model).items()}
+
+
+def assert_waits(optimizer, *, on_host):
+    """All tensors of the state that are large."""
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    kinds = {value.device.type for value in state if value.nbytes >= host_state.SMALLEST_BYTES}
+    assert kinds == {"cpu" if on_host else "cuda"}
+
+
+def tune(folder, callbacks):
+    """With TRL; weights after the training."""
+    trainer = SFTTrainer(
+        model=llama(dropout=0.0),
+        args=SFTConfig(str(folder), activation_checkpointing=False, **ARGUMENTS),
+        train_dataset=chats(),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+    trainer.train()
+    if callbacks:
+        assert_waits(trainer.optimizer, on_host=True)
+    return on_host(trainer.model)
+
+
+class Module(lightning.LightningModule):
+    """That keeps its state where ``keeps`` is called, before its schedule."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.network, self.keeps = llama(dropout=0.0), keeps
+
+    def training_step(self, batch, batch_idx):
+        return self.network(**batch).loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        self.keeps(optimizer)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def on_train_end(self):
+        assert_waits(self.trainer.optimizers[0], on_host=self.keeps is memsave.keep_state_on_host)
+
+
+def fit(folder, keeps):
+    """With Lightning; weights after the training."""
+    lightning.seed_everything(0, verbose=False)
+    module = Module(keeps)
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cuda", devices=1, max_epochs=2, default_root_dir=folder, **off)
+    loader = torch.utils.data.DataLoader(rows([48] * 8), batch_size=4, collate_fn=padded)
+    trainer.fit(module, loader)
+    return on_host(module.network)
+
+
+def main(folder: Path) -> None:
+    host_state.PIECE_BYTES = 2**15
+    expected, _ = train(folder / "without", "none", **SAVES)
+    weights_bytes = sum(weight.nbytes for weight in expected.values())
+    for name, precision in (("float32", {}), ("bfloat16", {"bf16": True, "gradient_accumulation_steps": 2})):
+        plain, _ = (expected, 0) if name == "float32" else train(folder / "plain", "none", **precision)
+        found, _ = train(folder / name, "state", **precision, **SAVES)
+        assert not differing(plain, found), name
+    for before, after in (("float32", "state"), ("without", "state"), ("float32", "none")):
+        resume = str(folder / before / "checkpoint-2")
+        found, peak_bytes = train(folder / f"{before}-{after}", after, resume=resume)
+        assert not differing(expected, found), (before, after)
+        assert (peak_bytes < 2 * weights_bytes) is (after == "state"), "the state is twice the weights"
+    settings = {"strategy": "full", "offload_optimizer": "state"}
+    tuned, plain = tune(folder / "trl", [memsave.MemsaveCallback(**settings)]), tune(folder / "trl-plain", [])
+    assert not differing(plain, tuned)
+    assert not differing(*(fit(folder, keeps) for keeps in (lambda optimizer: None, memsave.keep_state_on_host)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,138 @@
+"""``python many_runs.py RUNS.json``: runs of recipes, one after the other in this process, or in each rank of a launch.
+
+A run may have several lives. A life ends after step 2, within step 3: in the middle of the optimizer's step where that
+has pieces. The next one goes on, and leaves ``read-RANK.json``: how much the device's memory grew while it read the
+checkpoint, and the bytes of state in shards that the host has in another place, too. Small tensors of optimizer state
+count as large here.
+"""
+
+import gc
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "tests"), str(ROOT / "recipes")]
+
+from lives import Killed, loaded  # noqa: E402
+
+from memsave_recipes.checkpoints import (  # noqa: E402
+    Checkpoints,
+    TrainState,
+    state,
+)
+from memsave_recipes.checkpoints.shard_files import read_shards  # noqa: E402
+from memsave_recipes.checkpoints.state import RankState, Record  # noqa: E402
+from memsave_recipes.sharding.tensors import local  # noqa: E402
+from memsave_recipes.step import host_state  # noqa: E402
+from memsave_recipes.step.host_state import StateOnHost  # noqa: E402
+
+ENDS_AFTER = 2
+_meetings = itertools.count()
+
+
+def main(path: Path) -> None:
+    host_state.PIECE_BYTES, host_state.SLAB_BYTES, host_state.SMALLEST_BYTES = 2**14, 2**18, 2**9
+    TrainState.read = _measured(TrainState.read)
+    for run in json.loads(path.read_text()):
+        os.environ["ACCELERATE_MIXED_PRECISION"] = run.get("precision", "no")
+        *ended, last = run["lives"]
+        for life in ended:
+            with _ending_late() if "--async_save" in life else _ending(offloads="--offload_optimizer" in life):
+                _live(run, [*life, "--resume"])
+        _live(run, [*last, *["--resume"] * bool(ended)])
+
+
+def _live(run: dict, flags: list[str]) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()  # what is left of the run before would count as memory of this one
+    _meet_anew()
+    with loaded(run["recipe"]) as recipe:
+        recipe.main([*flags, "--report_to", "none", "--output_dir", run["folder"]])
+
+
+def _meet_anew() -> None:
+    """Make a process group of the ranks of a launch: at a used address they would not find each other."""
+    if "RANK" not in os.environ:
+        return
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{sys.argv[1]}.store-{next(_meetings)}", num_ranks)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
+
+
+def _measured(read: Callable[[TrainState, Path], None]) -> Callable[[TrainState, Path], None]:
+    def measured(self: TrainState, folder: Path) -> None:
+        shards: dict[str, torch.Tensor] = {}
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state, "read_shards", lambda *args: shards.update(read_shards(*args)) or shards)
+            read(self, folder)
+        parts = [local(tensor) for name, tensor in shards.items() if name.startswith("optimizer.")]
+        twice = [part for part in parts if part.is_cpu and host_state.waits(part) and not part.is_pinned()]
+        figures = {"grown": torch.cuda.max_memory_allocated() - before, "twice": sum(part.nbytes for part in twice)}
+        (folder.parents[1] / f"read-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(figures))
+
+    return measured
+
+
+@contextmanager
+def _ending(*, offloads: bool):
+    """The run inside ends within the step after ``ENDS_AFTER``, or before it."""
+    after_step, bring_home, done = Checkpoints.after_step, StateOnHost._bring_home, [0]
+
+    def counted(self, step, state):
+        after_step(self, step, state)
+        done[0] = step
+        if step == ENDS_AFTER and not offloads:
+            raise Killed
+
+    def end_between_pieces(self, tensors):
+        if tensors and done[0] == ENDS_AFTER:
+            raise Killed
+        return bring_home(self, tensors)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(Checkpoints, "after_step", counted)
+        patch.setattr(StateOnHost, "_bring_home", end_between_pieces)
+        yield
+        raise AssertionError(f"it did not come to step {ENDS_AFTER}")
+
+
+@contextmanager
+def _ending_late() -> Iterator[None]:
+    """The run inside ends after the step after ``ENDS_AFTER``, and what it saved there is written only then."""
+    after_step, write, goes_on = Checkpoints.after_step, RankState.write_tensors, threading.Event()
+
+    def written_late(self: RankState, folder: Path) -> Path | None:
+        goes_on.wait()
+        return write(self, folder)
+
+    def ended(self: Checkpoints, step: int, state: Callable[[], Record]) -> None:
+        if step > ENDS_AFTER:
+            goes_on.set()
+            self.finish_writing()
+            raise Killed
+        after_step(self, step, state)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(Checkpoints, "after_step", ended)
+        patch.setattr(RankState, "write_tensors", written_late)
+        yield
+        raise AssertionError(f"it did not come to step {ENDS_AFTER + 1}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

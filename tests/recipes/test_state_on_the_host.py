@@ -1,0 +1,150 @@
+"""Recipes with ``--offload_optimizer state``, on stand-ins for CUDA whose copies are late: the bits of runs without."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from lives import ROOT, TINY_VIT, rows_of, scratch
+from safetensors.torch import load_file
+
+STATE = ["--offload_optimizer", "state"]
+SHORT = ["--max_steps", "4", "--logging_steps", "2", "--eval_steps", "4", "--max_grad_norm", "0.5"]
+LANGUAGE = ["--block_size", "32", "--max_eval_samples", "8", "--global_batch_size", "8", "--vocab_size", "512", *SHORT]
+GPT2 = [*scratch("gpt2"), *LANGUAGE]
+LLAMA = [*scratch("llama"), *LANGUAGE]
+VIT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "8", *SHORT]
+DENSENET = ["--model", "densenet_small", "--image_size", "16", "--global_batch_size", "8", *SHORT]
+ACCUMULATED = ["--micro_batch_size", "2"]
+BFLOAT16 = ["--dtype", "bfloat16", "--bf16_stochastic_round"]
+SAVED = ["--save_every", "2"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two runs that have to end in the same bits.
+
+    Args:
+        flags: of both.
+        lives: what the flags of each life of the second run have besides.
+    """
+
+    flags: list[str]
+    recipe: str = "language_modeling"
+    precision: str = "no"
+    lives: tuple[list[str], ...] = (STATE,)
+
+    def runs(self, folder: Path) -> list[dict[str, object]]:
+        """Without and with, as ``many_runs.py`` takes them."""
+        common = {"recipe": self.recipe, "precision": self.precision}
+        plain = {**common, "folder": str(folder / "without"), "lives": [self.flags]}
+        saved = SAVED if len(self.lives) > 1 else []
+        lives = [[*self.flags, *saved, *flags] for flags in self.lives]
+        return [plain, {**common, "folder": str(folder / "with"), "lives": lives}]
+
+
+IMAGES = "image_classification"
+KILLED = (STATE, STATE)
+ON_ONE_DEVICE = {
+    "GPT-2, killed within a step": Case(GPT2, lives=KILLED),
+    "Llama, accumulated, bf16": Case([*LLAMA, *ACCUMULATED], precision="bf16"),
+    "DenseNet, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES),
+}
+MORE_ON_ONE_DEVICE = {
+    "GPT-2, accumulated, fp16": Case([*GPT2, *ACCUMULATED], precision="fp16", lives=KILLED),
+    "Llama": Case(LLAMA),
+    "ViT, fp16": Case(VIT, IMAGES, precision="fp16"),
+    "ViT, accumulated, bf16": Case([*VIT, *ACCUMULATED], IMAGES, precision="bf16"),
+    "DenseNet, accumulated": Case([*DENSENET, *ACCUMULATED], IMAGES, lives=KILLED),
+    "Muon": Case([*LLAMA, "--optimizer", "muon"], lives=KILLED),
+    "Adafactor": Case([*GPT2, "--optimizer", "adafactor"], lives=KILLED),
+    "stochastic rounding": Case([*LLAMA, *BFLOAT16], lives=KILLED),
+    "SGD, fp16": Case([*GPT2, "--optimizer", "sgd"], precision="fp16"),
+    "in the backward": Case([*GPT2, "--optimizer_in_backward", "--max_grad_norm", "0"], lives=KILLED),
+    "an average": Case([*GPT2, "--ema_decay", "0.9"], lives=KILLED),
+    "the same bits anywhere": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"]),
+    "steps that may be left out": Case([*GPT2, "--skip_nonfinite", "2"]),
+    "streamed LoRA": Case([*LLAMA, "--lora", "--lora_rank", "8", "--stream_weights", "host"]),
+    "without first": Case(GPT2, lives=([], STATE)),
+    "without later": Case([*GPT2, "--optimizer", "muon"], lives=(STATE, [])),
+}
+ON_TWO_DEVICES = {
+    "GPT-2, accumulated": Case([*GPT2, *ACCUMULATED], lives=KILLED),
+    "ViT, fp16": Case(VIT, IMAGES, precision="fp16"),
+    "DenseNet": Case(DENSENET, IMAGES),
+    "the same bits anywhere": Case([*LLAMA, *ACCUMULATED, "--bitwise_topology"], precision="bf16"),
+}
+IN_SHARDS = {
+    "GPT-2, killed within a step": Case(GPT2, lives=KILLED),
+}
+MORE_IN_SHARDS = {
+    "without first": Case([*LLAMA, *ACCUMULATED], precision="bf16", lives=([], STATE)),
+    "without later": Case([*GPT2, "--optimizer", "sgd"], lives=(STATE, [])),
+    "written in the background": Case(GPT2, lives=([*STATE, "--async_save"], STATE)),
+    "Muon": Case([*LLAMA, "--optimizer", "muon"], lives=KILLED),
+    "stochastic rounding": Case([*LLAMA, *BFLOAT16]),
+    "ViT, bf16": Case(VIT, IMAGES, precision="bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "cases"),
+    [
+        pytest.param(None, ON_ONE_DEVICE, id="one device"),
+        pytest.param("fsdp2", IN_SHARDS, id="in shards"),
+        pytest.param(None, MORE_ON_ONE_DEVICE, id="more on one device", marks=pytest.mark.slow),
+        pytest.param("multi_gpu", ON_TWO_DEVICES, id="two devices", marks=pytest.mark.slow),
+        pytest.param("fsdp2", MORE_IN_SHARDS, id="more in shards", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_the_bits_are_those_of_a_run_without(config, cases, on_devices, tmp_path):
+    """Where late copies, and memory that is freed, read as NaN."""
+    folders = {name: tmp_path / str(number) for number, name in enumerate(cases)}
+    listed = tmp_path / "runs.json"
+    listed.write_text(json.dumps([run for name, case in cases.items() for run in case.runs(folders[name])]))
+    launcher = [sys.executable]
+    if config is not None:
+        launcher = [Path(sys.executable).with_name("accelerate"), "launch"]
+        launcher += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml"]
+    done = subprocess.run(
+        [*map(str, launcher), ROOT / "tests" / "recipes" / "many_runs.py", listed],
+        env=on_devices(1 if config is None else 2, POISON=1),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, folder in folders.items():
+        with_state, without = folder / "with", folder / "without"
+        assert rows_of(with_state) == rows_of(without), name
+        assert digests(with_state) == digests(without), name
+        if cases[name].lives[-1]:
+            assert_less_memory(with_state, without)
+        if cases[name].lives[1:] and cases[name].lives[-1]:
+            assert_no_state_was_on_the_device(with_state)
+
+
+def assert_less_memory(run, than):
+    """On the device, at the peak of a step; and none is told that is the host's."""
+    found, expected = (json.loads((one / "results.json").read_text())["memory"] for one in (run, than))
+    assert found["peak_allocated_gib"] < expected["peak_allocated_gib"]
+    assert min(found["breakdown"].values()) >= 0
+
+
+def assert_no_state_was_on_the_device(run):
+    """When it was read: one large tensor at most, and up to four small ones a weight, in blocks of 512 bytes."""
+    weights = load_file(run / "final" / "model.safetensors").values()
+    for path in run.glob("read-*.json"):
+        read = json.loads(path.read_text())
+        assert read["grown"] <= max(weight.nbytes for weight in weights) + 4 * 512 * len(weights)
+        assert read["twice"] == 0
+
+
+def digests(run):
+    files = [path for path in (run / "final").iterdir() if path.suffix != ".md"]
+    assert files
+    return {path.name: sha256(path.read_bytes()).hexdigest() for path in files}
