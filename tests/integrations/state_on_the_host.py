@@ -93,14 +93,15 @@ class Module(lightning.LightningModule):
         assert_waits(self.trainer.optimizers[0], on_host=self.keeps is memsave.keep_state_on_host)
 
 
-def fit(folder, keeps):
-    """With Lightning; weights after the training."""
+def fit(folder, keeps, *, epochs=2, resume=None):
+    """With Lightning; weights after the training, of which ``folder`` has a checkpoint."""
     lightning.seed_everything(0, verbose=False)
     module = Module(keeps)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(accelerator="cuda", devices=1, max_epochs=2, default_root_dir=folder, **off)
+    trainer = lightning.Trainer(accelerator="cuda", devices=1, max_epochs=epochs, default_root_dir=folder, **off)
     loader = torch.utils.data.DataLoader(rows([48] * 8), batch_size=4, collate_fn=padded)
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, ckpt_path=resume)
+    trainer.save_checkpoint(folder / "last.ckpt")
     return on_host(module.network)
 
 
@@ -120,7 +121,11 @@ def main(folder: Path) -> None:
     settings = {"strategy": "full", "offload_optimizer": "state"}
     tuned, plain = tune(folder / "trl", [memsave.MemsaveCallback(**settings)]), tune(folder / "trl-plain", [])
     assert not differing(plain, tuned)
-    assert not differing(*(fit(folder, keeps) for keeps in (lambda optimizer: None, memsave.keep_state_on_host)))
+    fitted = fit(folder / "plain", lambda optimizer: None)
+    assert not differing(fitted, fit(folder / "two", memsave.keep_state_on_host))
+    fit(folder / "one", memsave.keep_state_on_host, epochs=1)
+    resumed = fit(folder / "on", memsave.keep_state_on_host, resume=folder / "one" / "last.ckpt")
+    assert not differing(fitted, resumed)
 
 
 if __name__ == "__main__":
