@@ -33,8 +33,8 @@ from memsave_recipes.activations.streaming import (
     nothing_ahead,
     place,
     resident_tensors,
-    stream_weights,
     stream_of,
+    stream_weights,
     streamable_bytes,
     streamed_parameters,
 )
