@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from memsave_recipes.cli.flags import STDOUT, recipe_path, write_text
 from memsave_recipes.cli.request import (
     PlanRequest,
     check_precision,
+    host_budget_of,
     launch_line,
     open_flags,
     record_of_candidate,
@@ -87,7 +88,7 @@ class _Page:
             flags=flags,
             named=named_flags(flags),
             task=self.read(rung.flags),
-            launch=replace(self.launch, num_processes=rung.num_processes),
+            launch=self.launch.over(rung.num_processes),
             budget_gib=self.budget_gib,
         )
 
@@ -113,7 +114,7 @@ class _Page:
             raise self._nothing_fits()
 
     def _nothing_fits(self) -> InputError:
-        least = min(self.rungs, key=lambda rung: rung.candidate.needed_bytes)
+        least = min(self.rungs, key=lambda rung: (not rung.candidate.fits_host, rung.candidate.needed_bytes))
         needed = least.candidate.needed_bytes
         kept = needed * self.launch.target.memory_bytes / self.budget_bytes
         is_packable = self.subject.recipe != IMAGES and any(rung.name == "LoRA" for rung in self.rungs)
@@ -166,7 +167,11 @@ def _open_page(arguments: argparse.Namespace) -> _Page:
         word=arguments.model,
         subject=subject,
         flags=_flags(arguments, subject),
-        launch=Launch(target=target, mixed_precision=arguments.mixed_precision or _fast_precision(target)),
+        launch=Launch(
+            target=target,
+            mixed_precision=arguments.mixed_precision or _fast_precision(target),
+            host_budget_bytes=host_budget_of(arguments, target),
+        ),
         budget_gib=to_gib(usable_bytes(target.memory_bytes, target.device_type)),
         json_file=arguments.json,
     )

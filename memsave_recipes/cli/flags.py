@@ -85,6 +85,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--memory", type=memory_gib, metavar="GIB", help="of any GPU, such as 24GiB, at the rates of an A100"
     )
+    _add_host_memory(parser)
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens of a sample; default: 2048, for classifiers 512"
     )
@@ -135,6 +136,7 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of that device, such as 12GiB; without --target: of any GPU, at the rates of an A100",
     )
+    _add_host_memory(parser)
     parser.add_argument("--num_processes", type=int, default=1, metavar="N", help="number of devices; default: 1")
     parser.add_argument(
         "--interconnect",
@@ -149,6 +151,15 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         help="precision of autocast; default: no",
     )
     parser.set_defaults(flags=[])
+
+
+def _add_host_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host_memory",
+        type=memory_gib,
+        metavar="GIB",
+        help="memory of the host that is free for offloading, such as 64GiB; default: not checked",
+    )
 
 
 def memory_gib(word: str) -> float:

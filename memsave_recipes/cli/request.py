@@ -159,10 +159,22 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
             target=target,
             num_processes=arguments.num_processes,
             mixed_precision=arguments.mixed_precision,
+            host_budget_bytes=host_budget_of(arguments, target, count),
             link_bytes_per_s=_link_bytes_per_s(arguments, task),
         ),
         budget_gib=gib or task.run.memory_budget_gib or usable_gib,
     )
+
+
+def host_budget_of(arguments: argparse.Namespace, target: Target, num_processes: int = 1) -> int | None:
+    """Return a rank's share of ``--host_memory``; ``None`` where it is not given."""
+    if arguments.host_memory is None:
+        return None
+    size = f"{arguments.host_memory:g}GiB"
+    require(arguments.host_memory > 0, "--host_memory", size, "above 0")
+    if target.device_type == "cpu":
+        raise InputError(f"--host_memory {size}: nothing is moved away from a CPU: leave it out, or name a GPU")
+    return int(arguments.host_memory * GIB) // num_processes
 
 
 def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None:

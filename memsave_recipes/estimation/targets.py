@@ -7,8 +7,10 @@ shortest that the device could take: compare two plans by it, and do not expect 
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -138,6 +140,25 @@ def target_of(word: str | None, memory_gib: float | None) -> Target:
     return replace(find_target(word), memory_bytes=memory_bytes, remark=f"with {memory_gib:g} GiB of memory")
 
 
+def host_rate(device: torch.device) -> float:
+    """Return the bytes a second between ``device`` and its host: the vendor's, or measured where its card is not known.
+
+    Nothing is copied for a CPU.
+    """
+    if device.type == "cpu":
+        return inf
+    with suppress(InputError):
+        return find_target(device.type).host_bytes_per_s
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize(device)
+
+    return COPIED_BYTES / _shortest_s(copy)
+
+
 def _plain(word: str) -> str:
     """Leave out the maker's name, blanks and hyphens: ``NVIDIA RTX 3060 Ti`` is ``rtx3060ti``."""
     return re.sub(r"nvidia|geforce|tesla|amd|instinct|radeon|[ _-]", "", word.lower())
@@ -192,7 +213,7 @@ def _this_cpu() -> Target:
         device_type="cpu",
         flops_per_s={str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in CPU_DTYPES},
         bytes_per_s=2 * COPIED_BYTES / _shortest_s(lambda: target.copy_(source)),
-        host_bytes_per_s=float("inf"),
+        host_bytes_per_s=inf,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel_s=_operator_s(),
         remark=f"measured here, torch.get_num_threads() being {torch.get_num_threads()}",

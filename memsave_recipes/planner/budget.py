@@ -5,8 +5,8 @@ solver for the plan that adds least time and fits, under each set of actions tha
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import psutil
@@ -22,7 +22,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
-from memsave_recipes.plans.chain import Chain, allocated_bytes
+from memsave_recipes.plans.chain import BlockCosts, Chain, allocated_bytes
 from memsave_recipes.plans.plan import (
     MLP_TILE_TOKENS,
     OFFLOADING_STRATEGIES,
@@ -41,13 +41,12 @@ from memsave_recipes.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.step.memory import (
     averaged_tensors,
     clipping_bytes,
-    counters_bytes,
-    in_order_of_steps,
     losses_bytes,
-    state_bytes,
-    update_bytes,
+    optimizer_memory,
+    trained_parameters,
 )
 from memsave_recipes.step.settings import OptimizerSettings
+from memsave_recipes.text import format_bytes
 
 WORKSPACES = "workspaces"
 """The one of the overheads that torch counts as allocated."""
@@ -76,7 +75,7 @@ class StaticMemory:
     """Device memory besides parameters, buffers, batch, and the tensors of a forward and backward.
 
     Args:
-        state_bytes: the optimizer's state.
+        state_bytes: the optimizer's state that stays on the device.
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``, and the shards
             of gradients where each micro-batch is reduced.
@@ -84,9 +83,13 @@ class StaticMemory:
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
-        optimizer_bytes: temporaries of the optimizer's update, or of what ranks exchange just before it.
+        optimizer_bytes: of the optimizer's update, with state that visits the device for it, or of what ranks exchange
+            just before it.
+        in_backward: likewise of each parameter that is stepped in the backward, by its name.
         losses_bytes: the losses and norms of steps until they are logged.
         remote_bytes: weights that other ranks hold.
+        host_bytes: pinned, for the optimizer's state that waits on the host.
+        awaited_bytes: of that state, copied in a step while the device waits.
     """
 
     state_bytes: int = 0
@@ -96,8 +99,11 @@ class StaticMemory:
     gradients_resident: bool = False
     gradients_stay: bool = True
     optimizer_bytes: int = 0
+    in_backward: Mapping[str, int] = field(default_factory=dict)
     losses_bytes: int = 0
     remote_bytes: int = 0
+    host_bytes: int = 0
+    awaited_bytes: int = 0
 
     @property
     def communication_bytes(self) -> int:
@@ -112,13 +118,27 @@ class StaticMemory:
     def added_to(self, chain: Chain) -> Chain:
         """Return ``chain`` with this memory in it."""
         blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
+        stacks = tuple(f"{name}." for name in chain.decided_names)
         return replace(
             chain,
-            blocks=tuple(blocks),
+            blocks=tuple(self._stepping(block, stacks) for block in blocks),
             resident_bytes=chain.resident_bytes - self.remote_bytes + self.added_bytes,
             gradients_resident=self.gradients_resident or not self.gradients_stay,
             optimizer_bytes=self.optimizer_bytes,
+            host_bytes=chain.host_bytes + self.host_bytes,
         )
+
+    def _stepping(self, block: BlockCosts, stacks: tuple[str, ...]) -> BlockCosts:
+        """Return ``block`` with the largest update in its backward, as if that came at the peak.
+
+        Args:
+            stacks: how the names of parameters in blocks of stacks begin.
+        """
+        own = () if block.stack is None else (f"{block.name}.",)
+        sizes = (size for name, size in self.in_backward.items() if name.startswith(own or stacks) is bool(own))
+        largest = max(sizes, default=0)
+        options = (replace(o, backward_transient_bytes=o.backward_transient_bytes + largest) for o in block.options)
+        return replace(block, options=tuple(options)) if largest else block
 
 
 def static_memory_of(
@@ -134,31 +154,28 @@ def static_memory_of(
 
     Under DDP gradients live in its buckets from the start; under accumulation those of the micro-batches live on, too.
     In shards each micro-batch is reduced by itself, so gradients of earlier ones are shards (``InShards.reduced_once``
-    is for the other way), and SGD, which is not fused for them, adds the decay of the weights to a copy of gradients.
+    is for the other way).
 
     Args:
         num_shards: ranks that the weights are cut up over; ``None``: each rank has all of them.
     """
     on_cpu = device_type == "cpu"
-    shares = in_order_of_steps(optim, model)
-    trained: Sequence[Tensor] = [parameter for share in shares.values() for parameter in share]
+    trained: Sequence[Tensor] = trained_parameters(model)
     if num_shards is not None:
         trained = largest_shards(trained, num_shards)
     gradients = _allocated_bytes(trained, on_cpu)
-    decayed = gradients if num_shards and optim.update_rule == "sgd" and optim.weight_decay else 0
-    state = sum(
-        state_bytes(name, share, momentum=optim.momentum, num_ranks=num_shards, on_cpu=on_cpu)
-        + counters_bytes(name, len(share), on_cpu=on_cpu)
-        for name, share in shares.items()
-    )
+    optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu)
+    averaged = 0
     if optim.ema_decay is not None:
         statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
-        state += _allocated_bytes([*trained, *statistics], on_cpu)
-    updates = (update_bytes(name, one, on_cpu=on_cpu, num_ranks=num_shards or 1) for name, one in shares.items())
+        averaged = _allocated_bytes([*trained, *statistics], on_cpu)
     static = StaticMemory(
-        state_bytes=state,
-        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), max(updates) + decayed),
+        state_bytes=optimizer.state_bytes + averaged,
+        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
+        in_backward=optimizer.in_backward,
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
+        host_bytes=optimizer.host_bytes,
+        awaited_bytes=optimizer.awaited_bytes,
     )
     accumulates = layout.forwards_per_step > 1
     if num_shards is not None:
@@ -429,7 +446,8 @@ def forecast(
         joins: whether blocks may recompute together.
 
     Raises:
-        InputError: no plan fits; the message names the smallest budget that works and the memory that it is for.
+        InputError: no plan fits; the message names the smallest budget that works and the memory that it is for, or
+            that of the host.
     """
     best: Forecast | None = None
     errors: dict[int, InputError] = {}  # by the smallest budget that works
@@ -438,7 +456,7 @@ def forecast(
             numbered = enumerate(chain.blocks)
             alone = (b if b.stack is None else replace(b, stack=number) for number, b in numbered)
             chain = replace(chain, blocks=tuple(alone))
-        if chain.nested and best is not None and not best.host_bytes:
+        if chain.nested and best is not None and not best.plan.offloads:
             continue
         reserved = _with_reserve(chain, missed_bytes)
         try:
@@ -449,21 +467,28 @@ def forecast(
             is_best = best is None or found.surely_added_s < best.surely_added_s - MIN_GAIN * best.baseline_s
             if is_best and fits_host(found, host_budget_bytes):
                 best = found
+    if best is None and not errors:
+        there = format_bytes(host_budget_bytes or 0)
+        raise InputError(f"the host has {there} available, and every plan takes more of its memory")
     if best is None:
         raise errors[min(errors)]
     return best
 
 
 def least_memory(measurement: Measurement, static: StaticMemory, host_budget_bytes: int | None = None) -> Forecast:
-    """Find the plan with the lowest predicted peak among those that the host has memory for."""
+    """Find the plan with the lowest predicted peak among those that the host has memory for, if there are any."""
     chains = [static.added_to(chain) for chain in _chains(measurement)]
     smallest = sorted(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
-    found = (Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain) for num_bytes, chain in smallest)
-    return next(one for one in found if fits_host(one, host_budget_bytes))  # any without offloading does
+
+    def least(num_bytes: int, chain: Chain) -> Forecast:
+        return Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain)
+
+    found = (one for pair in smallest if fits_host(one := least(*pair), host_budget_bytes))
+    return next(found, None) or least(*smallest[0])
 
 
 def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
-    """Return whether the host has the memory that the plan offloads to; assumed where the host is not known."""
+    """Return whether the host has the memory that is offloaded to; assumed where the host is not known."""
     return host_budget_bytes is None or found.host_bytes <= host_budget_bytes
 
 

@@ -156,6 +156,7 @@ PLAIN, BUDGET = "none", "budget"
 ESTIMATED = (PLAIN, "selective")
 WITH_OFFLOADING = (*ESTIMATED, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
+STATE_ON_HOST = ("--offload_optimizer", "state")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
 STREAMED = (*ADAPTERS, "--stream_weights", "host")
@@ -408,9 +409,13 @@ def _ways(
     planned = whole.best(loss)
     yield _way("activation checkpointing", whole, lambda: planned)
     yield _offloading(whole, loss, planned)
+    yield _state_on_host(whole, read, loss, planned)
     in_8_bit = _in_8_bit(whole, read, loss)
     known = [*islice(in_8_bit, 1)]  # while the other process makes those in the backward
-    yield in_backward
+    stepped = [*islice(in_backward, 1)]
+    yield chain(stepped, in_backward)
+    if not any(rung.candidate.fits for rung in stepped) and whole.launch.target.device_type != "cpu":
+        yield _in_backward(whole, read, loss, "the same, state on the host", (*STATE_ON_HOST, *IN_BACKWARD))
     yield chain(known, in_8_bit)
     first = next(adapted, None)
     if first is not None:
@@ -433,7 +438,7 @@ def _way(
     for count in CARDS:
         if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
             shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
-            wider = replace(setting, launch=replace(setting.launch, num_processes=count))
+            wider = replace(setting, launch=setting.launch.over(count))
             found = wider.best(rung.candidate.loss, shared)
             yield replace(rung, name=f"{count} cards", num_processes=count, candidate=found)
 
@@ -448,7 +453,7 @@ def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterato
     loss = [loss for loss in whole.task.losses if whole.takes(loss)][-1]
     for count in CARDS:
         if count <= whole.task.run.global_batch_size:
-            wider = replace(whole, task=task, launch=replace(launch, num_processes=count), estimates=estimates)
+            wider = replace(whole, task=task, launch=launch.over(count), estimates=estimates)
             found = wider.best(loss)
             yield Rung(name=f"{count} cards, in shards", flags=IN_SHARDS, num_processes=count, candidate=found)
             if found.fits:
@@ -465,14 +470,34 @@ def _offloading(whole: Setting, loss: str | None, planned: Candidate) -> Iterato
         yield from _way("offloading", offloading, lambda: best)
 
 
-def _in_backward(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:
+def _state_on_host(
+    whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None, planned: Candidate
+) -> Iterator[Rung]:
+    """Yield the rungs with optimizer state on the host, if ``planned`` does not fit or is slower."""
+    if whole.launch.target.device_type == "cpu" or planned.strategy == PLAIN:
+        return
+    waiting = replace(whole, task=read(STATE_ON_HOST), like=whole)
+    best = waiting.best(loss)
+    if not best.fits and waiting.has_room:
+        waiting = replace(waiting, strategies=WITH_OFFLOADING)
+        best = waiting.best(loss)
+    if not planned.fits or (best.fits and best.step_s < (1 - AS_FAST) * planned.step_s):
+        yield from _way("optimizer state on the host", waiting, lambda: best, STATE_ON_HOST)
+
+
+def _in_backward(
+    whole: Setting,
+    read: Callable[[Sequence[str]], Task],
+    loss: str | None,
+    name: str = "optimizer in the backward",
+    flags: tuple[str, ...] = IN_BACKWARD,
+) -> Iterator[Rung]:
     is_undivided = whole.layouts[-1].accumulation_steps == whole.launch.num_processes == 1
     if whole.launch.mixed_precision == "fp16" or not is_undivided:
         return
-    stepping = replace(whole, task=read(IN_BACKWARD), like=whole)
+    stepping = replace(whole, task=read(flags), like=whole)
     if stepping.has_room:
-        find = partial(stepping.best, loss)
-        yield from _way("optimizer in the backward", stepping, find, IN_BACKWARD, "nothing is clipped")
+        yield from _way(name, stepping, partial(stepping.best, loss), flags, "nothing is clipped")
 
 
 def _in_8_bit(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:

@@ -19,11 +19,12 @@ from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.models.adapters import LoraArguments, added_by_lora
-from memsave_recipes.planner.budget import Forecast, InShards, static_memory_of
-from memsave_recipes.planner.search import Candidate, host_memory_too_small
+from memsave_recipes.planner.budget import InShards, StaticMemory, static_memory_of
+from memsave_recipes.planner.search import Candidate, HostUse
 from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
+from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.sharding.units import sharded_units
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
@@ -95,8 +96,20 @@ class Setup:
 
     def state_bytes_of(self, optimizer: str, parameters: Iterable[Tensor]) -> int:
         """Return the bytes of the state of ``parameters``, all of which the optimizer steps."""
+        waits = self.flags.get("offload_optimizer", NONE) != NONE and self.device_type != "cpu"
+        return self._state_bytes(optimizer, parameters, waits=waits)
+
+    def waiting_bytes(self) -> int:
+        """Return the bytes of the optimizer's state that could wait on the host."""
+        shares = parameters_by_optimizer(self.optimizer, self.model)
+        return sum(
+            self._state_bytes(name, share, waits=False) - self._state_bytes(name, share, waits=True)
+            for name, share in shares.items()
+        )
+
+    def _state_bytes(self, optimizer: str, parameters: Iterable[Tensor], *, waits: bool) -> int:
         momentum, on_cpu = self.flags.get("momentum", 0), self.device_type == "cpu"
-        return state_bytes(optimizer, parameters, momentum=momentum, on_cpu=on_cpu)
+        return state_bytes(optimizer, parameters, momentum=momentum, on_cpu=on_cpu, waits=waits)
 
     @property
     def optimizer(self) -> str:
@@ -158,6 +171,12 @@ def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
         )
 
 
+def _state_on_host(setup: Setup) -> Iterator[Saving]:
+    """Keep optimizer state on the host, of which two pieces visit the device, when activations are gone."""
+    if setup.flags.get("offload_optimizer") == NONE and setup.device_type != "cpu":
+        yield Saving(flags="--offload_optimizer state", state_bytes=setup.waiting_bytes())
+
+
 def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
     """Take an optimizer with less state than AdamW."""
     if setup.optimizer == "adamw":
@@ -216,6 +235,7 @@ ALL_RULES: tuple[Rule, ...] = (
     _recomputation,
     _chunked_loss,
     _optimizer_in_backward,
+    _state_on_host,
     _smaller_optimizers,
     _adapters,
     _streamed_weights,
@@ -237,7 +257,7 @@ def budget_too_small(
         smallest: the candidate of ``task`` that needs least.
     """
     if not smallest.fits_host:
-        return host_memory_too_small(smallest)
+        return HostUse.of(smallest).too_small
     optim, lora = task.optim, False if task.takes_adapters else None
     setup = Setup(
         flags={"lora_rank": LoraArguments.lora_rank, **vars(optim), "lora": lora},
@@ -251,6 +271,8 @@ def budget_too_small(
     in_shards = smallest.forecast.in_shards is not None
     savings = [] if in_shards else beyond_the_plan(smallest, setup)  # of whole weights
     needed = {saving.flags: needed_with(saving, smallest, setup) for saving in savings}
+    if optim.offload_optimizer == NONE and not in_shards and device_type != "cpu":
+        needed["--offload_optimizer state"] = _with_state_on_host(smallest, model, optim, device_type).needed_bytes
     if optim.goes_in_shards and not in_shards and mixed_precision != "fp16":
         needed |= needed_in_shards(smallest, model, optim, device_type)
     helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
@@ -296,13 +318,11 @@ def needed_in_shards(
 def _in_shards(
     candidate: Candidate, model: nn.Module, optim: OptimizerSettings, count: int, device_type: str
 ) -> Candidate:
-    forecast, before = candidate.forecast, candidate.static
-    chain, layout = forecast.chain, candidate.layout
+    chain, layout = candidate.forecast.chain, candidate.layout
     plan = plan_for("full", [chain.decided_names])
     layout = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
     static = static_memory_of(optim, model, layout, num_shards=count, device_type=device_type)
-    static = replace(static, losses_bytes=before.losses_bytes)
-    without = replace(chain, resident_bytes=chain.resident_bytes - before.added_bytes, gradients_resident=False)
+    static = replace(static, losses_bytes=candidate.static.losses_bytes)
     ends = chain.blocks[0].name, chain.blocks[-1].name
     shards = Shards(
         units=sharded_units(model, plan, count, "full", on_cpu=device_type == "cpu", ends=ends),
@@ -310,12 +330,30 @@ def _in_shards(
         accumulates=layout.accumulation_steps > 1,
     )
     in_shards = InShards(of_plan=lambda plan: shards, bytes_per_s=inf)
-    return replace(
-        candidate,
-        layout=layout,
-        static=static,
-        forecast=Forecast(plan=plan, chain=static.added_to(without), in_shards=in_shards),
+    changed = _with_static(candidate, static)
+    forecast = replace(changed.forecast, plan=plan, in_shards=in_shards)
+    return replace(changed, layout=layout, forecast=forecast)
+
+
+def _with_state_on_host(
+    candidate: Candidate, model: nn.Module, optim: OptimizerSettings, device_type: str
+) -> Candidate:
+    """Return the candidate with the same plan, and with optimizer state on the host."""
+    on_host = replace(optim, offload_optimizer="state")
+    static = static_memory_of(on_host, model, candidate.layout, device_type=device_type)
+    return _with_static(candidate, replace(static, losses_bytes=candidate.static.losses_bytes))
+
+
+def _with_static(candidate: Candidate, static: StaticMemory) -> Candidate:
+    chain, before = candidate.forecast.chain, candidate.static
+    without = replace(
+        chain,
+        resident_bytes=chain.resident_bytes - before.added_bytes,
+        host_bytes=chain.host_bytes - before.host_bytes,
+        gradients_resident=False,
     )
+    forecast = replace(candidate.forecast, chain=static.added_to(without))
+    return replace(candidate, static=static, forecast=forecast)
 
 
 def needed_with(saving: Saving, candidate: Candidate, setup: Setup) -> int:

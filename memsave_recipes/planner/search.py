@@ -49,6 +49,7 @@ class Candidate:
         weights_bytes: parameters and buffers; in shards those of one rank.
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
+        host_bytes_per_s: between a device and its host, one way.
     """
 
     layout: BatchLayout
@@ -59,6 +60,7 @@ class Candidate:
     overheads: Mapping[str, int] = field(default_factory=dict)
     budget_bytes: int
     host_budget_bytes: int | None = None
+    host_bytes_per_s: float = inf
 
     @property
     def strategy(self) -> str:
@@ -97,8 +99,13 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the forwards and backwards of a step; the optimizer's update is the same for all candidates."""
-        return self.layout.forwards_per_step * self.forecast.micro_batch_s
+        """Seconds of a step without the optimizer's update, which is the same for all candidates."""
+        return self.layout.forwards_per_step * self.forecast.micro_batch_s + self.awaited_s
+
+    @property
+    def awaited_s(self) -> float:
+        """Seconds of a step in which the device waits for optimizer state from the host: an estimate."""
+        return self.static.awaited_bytes / self.host_bytes_per_s
 
     @property
     def communication_s(self) -> tuple[float, float]:
@@ -192,7 +199,7 @@ class SearchSpace:
     Args:
         budget_bytes: of the device, overheads included.
         strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else only this one.
-        overheads, host_budget_bytes: see ``Candidate``.
+        overheads, host_budget_bytes, host_bytes_per_s: see ``Candidate``.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
         compiled_ratios: of compiled memory, to measure for a budget.
@@ -208,6 +215,7 @@ class SearchSpace:
     static: Callable[[BatchLayout], StaticMemory]
     overheads: Mapping[str, int] = field(default_factory=dict)
     host_budget_bytes: int | None = None
+    host_bytes_per_s: float = inf
     plan_of: Callable[[str, Collection[str]], Plan]
     plan: Plan | None = None
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
@@ -228,6 +236,7 @@ class SearchSpace:
                 overheads=self.overheads,
                 budget_bytes=self.budget_bytes,
                 host_budget_bytes=self.host_budget_bytes,
+                host_bytes_per_s=self.host_bytes_per_s,
             )
             for in_shards, static in self._reduced(layout)
             for found in self._forecasts(measurement, static, in_shards)
@@ -341,6 +350,7 @@ def search_space(
     device_type: str,
     overheads: Mapping[str, int],
     host_budget_bytes: int | None = None,
+    host_bytes_per_s: float = inf,
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
 ) -> SearchSpace:
@@ -371,6 +381,7 @@ def search_space(
         static=static if groups is None else partial(static, num_shards=groups.size),
         overheads=overheads,
         host_budget_bytes=host_budget_bytes,
+        host_bytes_per_s=host_bytes_per_s,
         plan_of=partial(plan_blocks, model),
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
         in_shards=None if groups is None else partial(in_shards, groups),
@@ -414,13 +425,52 @@ def _costs(found: Forecast) -> tuple[object, ...]:
     return found.peak, found.added_s, found.noise_s, found.host_bytes
 
 
-def host_memory_too_small(candidate: Candidate) -> InputError:
-    """Return the error for a plan that offloads more than the host has memory for."""
-    there = format_bytes(candidate.host_budget_bytes or 0)
-    return InputError(
-        f"--activation_checkpointing {candidate.strategy}: a rank would move {format_bytes(candidate.host_bytes)} to "
-        f"its host, which has {there} available for it: take full, or a smaller --micro_batch_size"
-    )
+@dataclass(frozen=True)
+class HostUse:
+    """What a rank moves to its host, and how much of that there is; ``None`` where it is not known.
+
+    Args:
+        flags: that move it.
+        ways: to move less.
+    """
+
+    flags: str
+    num_bytes: int
+    there: int | None
+    ways: str
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> "HostUse":
+        """Return that of a candidate: a plan's, the optimizer's, or of both."""
+        own = f"--activation_checkpointing {candidate.strategy}"
+        found = cls.of_state(candidate.host_bytes, candidate.host_budget_bytes)
+        if not candidate.static.host_bytes:
+            return replace(found, flags=own, ways="full, or a smaller --micro_batch_size")
+        if candidate.forecast.plan.offloads:
+            return replace(
+                found, flags=f"{own} {found.flags}", ways=f"full, a smaller --micro_batch_size, {found.ways}"
+            )
+        return found
+
+    @classmethod
+    def of_state(cls, num_bytes: int, there: int | None) -> "HostUse":
+        """Return that of an optimizer's state alone."""
+        ways = "--offload_optimizer none, or an optimizer with less state"
+        return cls("--offload_optimizer state", num_bytes, there, ways)
+
+    @property
+    def too_small(self) -> InputError:
+        """The error for a host that has less."""
+        moved, there = format_bytes(self.num_bytes), format_bytes(self.there or 0)
+        return InputError(
+            f"{self.flags}: a rank would move {moved} to its host, which has {there} available for it: take {self.ways}"
+        )
+
+    @property
+    def line(self) -> str:
+        """How much it is, for people."""
+        of = "" if self.there is None else f", of {format_bytes(self.there)} that are available to it"
+        return f"{self.flags}: at most {format_bytes(self.num_bytes)} of the host's memory for a rank{of}"
 
 
 def reduction_line(*, once: bool) -> str:
@@ -428,10 +478,3 @@ def reduction_line(*, once: bool) -> str:
     if once:
         return f"gradients are reduced once a step, and whole on each rank until then (--reduce_gradients {PER_STEP})"
     return f"gradients are reduced after every micro-batch (--reduce_gradients {PER_MICRO_BATCH})"
-
-
-def host_line(candidate: Candidate) -> str:
-    """Say how much of the host's memory is offloaded to, and how much there is."""
-    there = candidate.host_budget_bytes
-    of = "" if there is None else f", of {format_bytes(there)} that are available to it"
-    return f"{candidate.strategy}: at most {format_bytes(candidate.host_bytes)} of the host's memory for a rank{of}"

@@ -115,6 +115,12 @@ class Launch:
     host_budget_bytes: int | None = None
     link_bytes_per_s: float | None = None
 
+    def over(self, num_processes: int) -> "Launch":
+        """Return the same with other ranks on the same host."""
+        host = self.host_budget_bytes
+        share = None if host is None else host * self.num_processes // num_processes
+        return replace(self, num_processes=num_processes, host_budget_bytes=share)
+
     @property
     def bytes_per_s_between(self) -> float:
         """The rate at which a rank sends to others."""
@@ -251,6 +257,7 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
         device_type=launch.target.device_type,
         overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
+        host_bytes_per_s=launch.target.host_bytes_per_s,
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsave_recipes.planner.budget import WORKSPACES, Forecast
-from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
+from memsave_recipes.planner.search import Candidate, Choice, HostUse, reduction_line
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.prediction import SpanPrediction
 from memsave_recipes.render import new_table, show_all
@@ -165,7 +165,12 @@ def overhead_lines(candidate: Candidate) -> list[str]:
         lines.append(f"traffic of a step: {format_seconds(sent_s)}, {format_seconds(exposed_s)} of them in its time")
     if candidate.reduces_once:
         lines.append(reduction_line(once=True))
-    return [*lines, host_line(candidate)] if candidate.host_bytes else lines
+    if candidate.awaited_s:
+        state = format_bytes(candidate.static.awaited_bytes)
+        lines.append(
+            f"optimizer state of the host: {format_seconds(candidate.awaited_s)} of a step, for {state}: estimated"
+        )
+    return [*lines, HostUse.of(candidate).line] if candidate.host_bytes else lines
 
 
 def rival_lines(choice: Choice) -> list[str]:

@@ -253,12 +253,13 @@ class MemoryWatch:
         }
 
     def prediction(self, peak_bytes: float) -> dict[str, float]:
-        """Return the predicted peak and its error against that of a step; nothing where either is unknown."""
-        predicted = self.planned.predicted_peak_bytes
+        """Return the predicted peak with its error against that of a step, and the predicted memory of the host."""
+        predicted, on_host = self.planned.predicted_peak_bytes, self.planned.predicted_host_bytes
+        found = {"predicted_host_gib": to_gib(on_host)} if on_host else {}
         if predicted is None or not peak_bytes:
-            return {}
+            return found
         error = 100 * (predicted - peak_bytes) / peak_bytes
-        return {"predicted_peak_gib": to_gib(predicted), "prediction_error_pct": error}
+        return {**found, "predicted_peak_gib": to_gib(predicted), "prediction_error_pct": error}
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ NOTE [ a plan for shards ]
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +23,7 @@ from torch import nn
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
-from memsave_recipes.estimation.targets import find_target, target_of
+from memsave_recipes.estimation.targets import find_target, host_rate, target_of
 from memsave_recipes.planner.budget import (
     COMPILED_RATIOS,
     overheads_of_device,
@@ -33,9 +34,8 @@ from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import (
     Candidate,
     Choice,
+    HostUse,
     SearchSpace,
-    host_line,
-    host_memory_too_small,
     open_layouts,
     reduction_line,
     search,
@@ -48,17 +48,20 @@ from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.memory import empty_cache, read_device_use
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
+from memsave_recipes.sharding.groups import NONE, ShardGroups
 from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.memory import optimizer_memory
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
 from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to_gib
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan; for a budget with its predicted peak; in shards with whether gradients are reduced once a step."""
+    """A plan; with its predicted peak, for a budget, and host memory; in shards also how gradients are reduced."""
 
     plan: Plan
     predicted_peak_bytes: int | None = None
+    predicted_host_bytes: int = 0
     reduces_once: bool = False
 
 
@@ -81,24 +84,50 @@ def plan_run(task: Task, step: StepOnDevice, in_shards: Candidate | None = None)
         candidate = _InShards(accelerator, task).tried(in_shards, step)
     else:
         host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
-        measured = _Measured(accelerator, task, step, host_budget_bytes)
+        offloads_state = task.optim.offload_optimizer != NONE
+        rate = on_main_process(accelerator, partial(host_rate, accelerator.device)) if offloads_state else inf
+        measured = _Measured(accelerator, task, step, host_budget_bytes, rate)
         candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
     reduces_once = candidate.reduces_once or run.reduce_gradients == PER_STEP
-    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, reduces_once)
+    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, candidate.host_bytes, reduces_once)
 
 
 def _named(task: Task, step: StepOnDevice) -> RunPlan:
-    """Return the plan that the flags name; of one that offloads, print the host's memory."""
+    """Return the plan that the flags name; print the memory of the host that it and the optimizer take."""
     accelerator, strategy = step.accelerator, task.run.activation_checkpointing or "none"
-    if offloads(strategy) and accelerator.device.type != "cpu":
-        here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
-        accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
+    on_host = 0
+    if accelerator.device.type != "cpu" and (offloads(strategy) or task.optim.offload_optimizer != NONE):
+        line, on_host = on_main_process(accelerator, partial(_host_memory, task, step))
+        accelerator.print(line)
     plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
     size = task.run.micro_batch_of_blocks(step.batches.layout)
     plan = plan if size is None else plan.in_micro_batches(size)
-    return RunPlan(plan, reduces_once=task.run.reduce_gradients == PER_STEP)
+    return RunPlan(plan, None, on_host, task.run.reduce_gradients == PER_STEP)
+
+
+def _host_memory(task: Task, step: StepOnDevice) -> tuple[str, int]:
+    """Return a line on the host's memory that a plan and the optimizer take, and its bytes, 0 where not known.
+
+    Raises:
+        InputError: the host has less.
+    """
+    accelerator = step.accelerator
+    if offloads(task.run.activation_checkpointing or NONE):
+        here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
+        return predicted_host_memory(task, here)
+    groups = ShardGroups.of(task.run.shard, accelerator.num_processes)
+    optimizer = optimizer_memory(
+        task.optim, step.model, num_ranks=None if groups is None else groups.size, on_cpu=False
+    )
+    return _line_of(HostUse.of_state(optimizer.host_bytes, usable_host_bytes(accelerator.device)))
+
+
+def _line_of(use: HostUse) -> tuple[str, int]:
+    if use.there is not None and use.num_bytes > use.there:
+        raise use.too_small
+    return use.line, use.num_bytes
 
 
 def choose_in_shards(accelerator: Accelerator, task: Task) -> Candidate:
@@ -129,8 +158,10 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
     return usable_bytes(use.total_bytes - use.others_bytes, device.type)
 
 
-def predicted_host_memory(task: Task, here: Callable[[], Launch]) -> str:
-    """Return a line on the host's memory that offloading takes: an estimate, as a named strategy is not measured.
+def predicted_host_memory(task: Task, here: Callable[[], Launch]) -> tuple[str, int]:
+    """Return a line on the host's memory that offloading takes, and its bytes, 0 where not known.
+
+    They are estimates, as a named strategy is not measured.
 
     Raises:
         InputError: the host has less.
@@ -140,10 +171,8 @@ def predicted_host_memory(task: Task, here: Callable[[], Launch]) -> str:
         launch = replace(launch, host_budget_bytes=usable_host_bytes(launch.target.device))
         (candidate,) = choose_for_target(_of_flags(task), launch, launch.target.memory_bytes).candidates
     except Exception as unknown:  # fake tensors cannot run every model; a missing prediction must not stop the run
-        return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"
-    if not candidate.fits_host:
-        raise host_memory_too_small(candidate)
-    return host_line(candidate)
+        return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})", 0
+    return _line_of(HostUse.of(candidate))
 
 
 def _of_flags(task: Task, run: StepSettings | None = None) -> Task:
@@ -243,6 +272,7 @@ class _Measured(_Planning):
 
     step: StepOnDevice
     host_budget_bytes: int | None
+    host_bytes_per_s: float
 
     def open_layouts(self) -> list[BatchLayout]:
         """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
@@ -282,6 +312,7 @@ class _Measured(_Planning):
             device_type=accelerator.device.type,
             overheads=overheads_of_device(accelerator.device),
             host_budget_bytes=self.host_budget_bytes,
+            host_bytes_per_s=self.host_bytes_per_s,
         )
 
     def _search(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:

@@ -4,9 +4,10 @@ State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit A
 each matrix, SGD 4 (0 without momentum).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
+from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.host_state import SMALLEST_BYTES, pieces_of, pinned_bytes
 from memsave_recipes.step.settings import OptimizerSettings
 from memsave_recipes.step.update_rules import (
     BITSANDBYTES_BLOCK,
@@ -76,13 +79,6 @@ def decay_groups(optim: OptimizerSettings, model: nn.Module, parameters: list[nn
     return [group for group in groups if group["params"]] or groups[:1]
 
 
-def in_order_of_steps(optim: OptimizerSettings, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """``parameters_by_optimizer``, each list in the order in which its optimizer steps."""
-    shares = parameters_by_optimizer(optim.update_rule, model)
-    groups = {name: decay_groups(optim, model, share) for name, share in shares.items()}
-    return {name: [one for group in of_one for one in group["params"]] for name, of_one in groups.items()}
-
-
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those that train, in their order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,6 +92,109 @@ def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
     return weights | {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """The bytes of an optimizer's state and of its update.
+
+    Args:
+        state_bytes: of the state that stays on the device.
+        update_bytes: the most that an update takes besides, with state that visits the device.
+        in_backward: likewise of each parameter that is stepped in the backward, by its name.
+        host_bytes: pinned, for the state that waits on the host.
+        awaited_bytes: copied to or from the host in a step while the device waits.
+    """
+
+    state_bytes: int
+    update_bytes: int
+    in_backward: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+    awaited_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Parameters that are stepped at a time: the state that stays, sizes of that which waits, and their update."""
+
+    parameters: Sequence[Tensor]
+    stays_bytes: int
+    waiting: list[int]
+    visits_bytes: int
+    update_bytes: int
+
+
+def optimizer_memory(
+    optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None, on_cpu: bool
+) -> OptimizerMemory:
+    """The memory of the optimizer of ``model``, in shards that of the first rank: NOTE [ state on the host ].
+
+    Args:
+        num_ranks: that are to hold the weights in shards; ``None``: each rank has all of them.
+        on_cpu: where no state leaves the device.
+    """
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    waits = optim.offload_optimizer != NONE and not on_cpu
+    pieces = [
+        _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
+        for name, share in shares.items()
+        for parameters in _stepped_together(optim, model, share, num_ranks, waits=waits)
+    ]
+    visits = [piece.visits_bytes for piece in pieces]
+    needs = [piece.update_bytes + piece.visits_bytes for piece in pieces]
+    in_backward: dict[str, int] = {}
+    if optim.optimizer_in_backward:
+        of_each = {id(piece.parameters[0]): need for piece, need in zip(pieces, needs, strict=True)}
+        in_backward = {name: of_each[id(one)] for name, one in model.named_parameters() if one.requires_grad}
+        awaited = 2 * sum(visits)
+    else:  # the state of the next piece is copied ahead
+        needs = [need + following for need, following in zip(needs, [*visits[1:], 0], strict=True)]
+        awaited = sum(map(max, pairwise([0, *visits, 0])))
+    counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
+    return OptimizerMemory(
+        state_bytes=counters + sum(piece.stays_bytes for piece in pieces),
+        update_bytes=max(needs, default=0),
+        in_backward=in_backward,
+        host_bytes=pinned_bytes(size for piece in pieces for size in piece.waiting),
+        awaited_bytes=awaited,
+    )
+
+
+def _stepped_together(
+    optim: OptimizerSettings, model: nn.Module, share: list[nn.Parameter], num_ranks: int | None, *, waits: bool
+) -> Sequence[Sequence[Tensor]]:
+    """The parameters of one update rule, in the order and the pieces in which they are stepped."""
+    groups = [group["params"] for group in decay_groups(optim, model, share)]
+    if optim.optimizer_in_backward:
+        return [[one] for one in reversed(share)]
+    if waits:
+        return [piece for group in groups for piece in pieces_of(group, num_ranks)]
+    return [[one for group in groups for one in group]]
+
+
+def _piece(
+    optim: OptimizerSettings,
+    name: str,
+    parameters: Sequence[Tensor],
+    num_ranks: int | None,
+    *,
+    waits: bool,
+    on_cpu: bool,
+) -> _Piece:
+    """SGD, which is not fused for shards, adds the decay of the weights to a copy of the gradients."""
+    sizes = _state_sizes(name, parameters, optim.momentum, num_ranks)
+    smallest = SMALLEST_BYTES if waits else inf
+    waiting = [size for size in sizes if size >= smallest]
+    copies = parameters if num_ranks and name == "sgd" and optim.weight_decay else []
+    decayed = [part_numel(one, num_ranks or 1) * one.element_size() for one in copies]
+    update = update_bytes(name, parameters, on_cpu=on_cpu, num_ranks=num_ranks or 1)
+    return _Piece(
+        parameters=parameters,
+        stays_bytes=allocated_bytes([size for size in sizes if size < smallest], on_cpu=on_cpu),
+        waiting=waiting,
+        visits_bytes=allocated_bytes(waiting, on_cpu=on_cpu),
+        update_bytes=update + allocated_bytes(decayed, on_cpu=on_cpu),
+    )
+
+
 def state_bytes(
     optimizer: str,
     parameters: Iterable[Tensor],
@@ -103,17 +202,24 @@ def state_bytes(
     momentum: float = 0.0,
     num_ranks: int | None = None,
     on_cpu: bool = True,
+    waits: bool = False,
 ) -> int:
     """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
 
     Args:
         num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
         on_cpu: else as an accelerator's allocator counts them.
+        waits: leave out what waits on the host.
     """
+    sizes = _state_sizes(optimizer, parameters, momentum, num_ranks)
+    return allocated_bytes((size for size in sizes if not waits or size < SMALLEST_BYTES), on_cpu=on_cpu)
+
+
+def _state_sizes(optimizer: str, parameters: Iterable[Tensor], momentum: float, num_ranks: int | None) -> list[int]:
+    """Of each tensor of the state."""
     if optimizer == "sgd" and not momentum:
-        return 0
-    sizes = (size for parameter in parameters for size in _state_of_one(optimizer, parameter, num_ranks))
-    return allocated_bytes(sizes, on_cpu=on_cpu)
+        return []
+    return [size for parameter in parameters for size in _state_of_one(optimizer, parameter, num_ranks)]
 
 
 def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> list[int]:

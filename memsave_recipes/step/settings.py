@@ -137,6 +137,7 @@ class OptimizerSettings:
     decay_all: bool
     momentum: float
     ema_decay: float | None = None
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     offload_optimizer: str = NONE
 
     @property

@@ -28,7 +28,7 @@ from memsave_recipes.planner.savings import (
     needed_with,
     savings_of,
 )
-from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
+from memsave_recipes.planner.search import Candidate, Choice, HostUse, open_layouts, search
 from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import Chain
@@ -149,7 +149,7 @@ def test_a_host_that_is_too_small_is_named_by_the_error():
     assert "--activation_checkpointing offload: a rank would move 43.9 KiB to its host, which has 1 KiB" in line
     assert fits_text(offloading(1024)) == "no, host +42.9 KiB"
     told = "43.9 KiB of the host's memory for a rank, of 1 MiB that are available to it"
-    assert host_line(offloading(1024**2)).endswith(told)
+    assert HostUse.of(offloading(1024**2)).line.endswith(told)
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):

@@ -29,7 +29,7 @@ from memsave_recipes.planner.task import (
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.recipe import RecipeArguments, summed_loss
 from memsave_recipes.run.run_plan import predicted_host_memory
-from memsave_recipes.text import GIB
+from memsave_recipes.text import GIB, format_bytes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BERT = "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,intermediate_size=128"
@@ -144,8 +144,10 @@ def test_the_host_memory_of_offload_is_told_before_training(monkeypatch, strateg
     module = "memsave_recipes.run.run_plan.usable_host_bytes"
     monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
-    told = predicted_host_memory(*given)
-    assert re.fullmatch(rf"{strategy}: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
+    told, num_bytes = predicted_host_memory(*given)
+    flag = f"--activation_checkpointing {strategy}"
+    assert re.fullmatch(rf"{flag}: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
+    assert format_bytes(num_bytes) in told
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(module, lambda device: 1)
     with pytest.raises(InputError, match=rf"{strategy}: a rank would move .* MiB to its host, which has 1 B"):
@@ -156,7 +158,7 @@ def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
     task = read_task(RECIPES / "image_classification.py", ["--model", "vgg_small"])
     task = replace(task, build_model=lambda: 1 / 0)
     told = predicted_host_memory(task, lambda: Launch(target=find_target("a100")))
-    assert told == "offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)"
+    assert told == ("offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)", 0)
 
 
 def test_a_task_takes_no_memory_for_weights():
