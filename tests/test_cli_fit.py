@@ -147,6 +147,23 @@ def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+def test_optimizer_state_on_the_host_fits_where_it_does_not_on_the_card(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    word = folder_of({**LLAMA, **sizes}, tmp_path / "wide")
+    words = [word, "--length", "64", "--global_batch_size", "8", "--micro_batch_size", "1", "--memory", "0.87GiB"]
+    found = fitted(words, tmp_path / "fit.json")
+    (rung,) = [rung for rung in found["rungs"] if rung["name"] == "optimizer state on host"]
+    assert found["rungs"][found["best"]] == rung
+    assert rung["host_bytes"] == 3 * 2**26  # 192 MB of two moments, in slabs
+    assert not any(other["fits"] for other in found["rungs"][: found["best"]])
+    run = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", flags_of(rung["launch"]))
+    assert run.optim.offload_optimizer == "state"
+    refused = fitted([*words, "--host_memory", "191MiB"], tmp_path / "fit.json")
+    (rung,) = [rung for rung in refused["rungs"] if rung["name"] == "optimizer state on host"]
+    assert not rung["fits"]
+    assert rung["needed_bytes"] <= refused["budget_bytes"]
+
+
 def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = folder_of({**LLAMA, "intermediate_size": 4096}, tmp_path / "wide")
     words = [wide, "--length", "16384", "--global_batch_size", "2", "--memory", "1.4GiB"]
@@ -361,6 +378,9 @@ def test_a_configuration_that_is_nested_without_end(tmp_path, capsys):
         (["vgg16", "--memory", "8GiB", "--length", "8"], "--length 8: vgg16 has no such size"),
         (["gpt2", "--memory", "8GiB", "--image_size", "8"], "--image_size 8: gpt2 has no such size"),
         (["gpt2", "--memory", "8GiB", "--global_batch_size", "0"], "--global_batch_size 0: must be at least 1"),
+        (["gpt2", "--memory", "8GiB", "--host_memory", "0"], "--host_memory 0GiB: must be above 0"),
+        (["gpt2", "--memory", "8GiB", "--host_memory", "much"], "--host_memory: much: write a size such as 12GiB"),
+        (["gpt2", "--card", "cpu", "--host_memory", "8GiB"], "--host_memory 8GiB: nothing is moved away from a CPU"),
         (["gpt2", "--memory", "8GiB", "--optimizer", "lion"], "--optimizer"),
         (["gpt2", "--card", "cpu", "--mixed_precision", "fp16"], "--mixed_precision fp16 does not work on the CPU"),
     ],

@@ -415,7 +415,7 @@ def _ways(
     stepped = [*islice(in_backward, 1)]
     yield chain(stepped, in_backward)
     if not any(rung.candidate.fits for rung in stepped) and whole.launch.target.device_type != "cpu":
-        yield _in_backward(whole, read, loss, "the same, state on the host", (*STATE_ON_HOST, *IN_BACKWARD))
+        yield _in_backward(whole, read, loss, "on host, in the backward", (*STATE_ON_HOST, *IN_BACKWARD))
     yield chain(known, in_8_bit)
     first = next(adapted, None)
     if first is not None:
@@ -482,7 +482,7 @@ def _state_on_host(
         waiting = replace(waiting, strategies=WITH_OFFLOADING)
         best = waiting.best(loss)
     if not planned.fits or (best.fits and best.step_s < (1 - AS_FAST) * planned.step_s):
-        yield from _way("optimizer state on the host", waiting, lambda: best, STATE_ON_HOST)
+        yield from _way("optimizer state on host", waiting, lambda: best, STATE_ON_HOST)
 
 
 def _in_backward(

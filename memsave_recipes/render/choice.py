@@ -166,10 +166,9 @@ def overhead_lines(candidate: Candidate) -> list[str]:
     if candidate.reduces_once:
         lines.append(reduction_line(once=True))
     if candidate.awaited_s:
-        state = format_bytes(candidate.static.awaited_bytes)
-        lines.append(
-            f"optimizer state of the host: {format_seconds(candidate.awaited_s)} of a step, for {state}: estimated"
-        )
+        moved = format_bytes(candidate.static.awaited_bytes)
+        seconds = format_seconds(candidate.awaited_s)
+        lines.append(f"optimizer state: the device waits {seconds} of a step for {moved} of copies (estimated)")
     return [*lines, HostUse.of(candidate).line] if candidate.host_bytes else lines
 
 

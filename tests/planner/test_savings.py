@@ -53,6 +53,14 @@ def test_an_image_recipe():
     }
 
 
+def test_optimizer_state_waits_on_the_host():
+    flags = {**TEXT_FLAGS, "offload_optimizer": "none"}
+    assert "--offload_optimizer state" not in freed(flags)  # on a CPU
+    assert freed(flags, device_type="cuda")["--offload_optimizer state"] == 2 * 2 * 4 * WEIGHT
+    there = freed({**flags, "offload_optimizer": "state"}, device_type="cuda")
+    assert not there.keys() & {"--offload_optimizer state", "--optimizer adamw_8bit"}  # none of it is on the device
+
+
 def test_frozen_weights_of_layers_wait_on_the_host():
     network = causal_model("llama")
     flags = {**TEXT_FLAGS, "lora": True, "stream_weights": "none"}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -33,9 +34,10 @@ from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.render.choice import fits_text, rival_lines, summarize
+from memsave_recipes.render.choice import fits_text, overhead_lines, rival_lines, summarize
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import state_bytes
+from memsave_recipes.text import gib_that_suffice
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from tests.decoders import CopiesAtOnce, causal_model
 
@@ -150,6 +152,36 @@ def test_a_host_that_is_too_small_is_named_by_the_error():
     assert fits_text(offloading(1024)) == "no, host +42.9 KiB"
     told = "43.9 KiB of the host's memory for a rank, of 1 MiB that are available to it"
     assert HostUse.of(offloading(1024**2)).line.endswith(told)
+
+
+def with_state_on_host(num_bytes, there=None):
+    """A candidate whose optimizer waits for as many bytes as it pins."""
+    one = candidate(static=StaticMemory(host_bytes=num_bytes, awaited_bytes=num_bytes))
+    held = replace(one.forecast, chain=replace(one.forecast.chain, host_bytes=num_bytes))
+    return replace(one, forecast=held, host_budget_bytes=there, host_bytes_per_s=1024.0)
+
+
+def test_a_step_waits_for_state_from_the_host():
+    assert with_state_on_host(2048).step_s == candidate().step_s + 2
+    assert "optimizer state: the device waits 2 s of a step for 2 KiB of copies (estimated)" in overhead_lines(
+        with_state_on_host(2048)
+    )
+
+
+def test_a_host_that_state_is_too_large_for_is_named_by_the_error():
+    assert with_state_on_host(2048, 2048).fits
+    assert not with_state_on_host(2048, 2047).fits
+    line = budget_too_small(with_state_on_host(2048, 1024), MODEL, task_of(takes_adapters=False)).one_line
+    assert "--offload_optimizer state: a rank would move 2 KiB to its host, which has 1 KiB available for it" in line
+    assert line.endswith("take --offload_optimizer none, or an optimizer with less state")
+
+
+def test_a_budget_that_is_too_small_offers_the_host_for_state():
+    one = candidate(16, budget=1)
+    told = partial(budget_too_small, one, MODEL, task_of(takes_adapters=False))
+    assert "--offload_optimizer" not in told().one_line  # on a CPU
+    less = one.needed_bytes - STATE + 2 * 2 * 512 + 4 * 512  # biases and counters stay
+    assert f"--offload_optimizer state {gib_that_suffice(less)}" in told(device_type="cuda").one_line
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):

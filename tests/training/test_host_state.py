@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from memsave_recipes.errors import InputError
 from memsave_recipes.step import host_state
 from memsave_recipes.step.host_state import StateOnHost, is_on_host, keep_state_on_host, move_state
+from memsave_recipes.step.memory import optimizer_memory
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer
 
@@ -191,3 +192,32 @@ def test_a_saved_state_goes_on_with_and_without(name, before, after):
     for (path, value), (same_path, expected_value) in zip(state, other, strict=True):
         assert path == same_path
         assert torch.equal(torch.as_tensor(value).cpu(), torch.as_tensor(expected_value).cpu()), path
+
+
+BY_HAND = {  # numbers: weight 8192, bias 128, head 4096; pieces of 16 KiB, slabs of 64
+    "whole": ({}, None, 2 * 512 + 3 * 512, 65536, 2 * 65536 + 2 * 32768, 2 * 65536),
+    "in shards": ({}, 2, 2 * 512 + 3 * 512, 32768 + 16384, 2 * 32768 + 16384, 65536),
+    "momentum": ({"optimizer": "sgd", "momentum": 0.9}, None, 512, 32768, 2 * 32768 + 2 * 16384, 65536),
+    "in the backward": ({"optimizer_in_backward": True}, None, 2 * 512 + 3 * 512, 65536, 2 * 98304, 2 * 65536),
+    "none": ({"offload_optimizer": "none"}, None, 2 * (32768 + 512 + 16384) + 3 * 512, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_what_stays_visits_and_is_pinned_by_hand(case):
+    flags, num_ranks, stays, visits, awaited, pinned = BY_HAND[case]
+    optim = OptimizerArguments(**{"offload_optimizer": "state", "weight_decay": 0.0, **flags})
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32, bias=False))
+    found = optimizer_memory(optim, model, num_ranks=num_ranks, on_cpu=False)
+    assert (found.state_bytes, found.host_bytes, found.awaited_bytes) == (stays, pinned, awaited)
+    numbers = 16 * 512
+    assert found.update_bytes == visits + numbers
+    of_each = {"0.weight": 65536 + numbers, "0.bias": numbers, "1.weight": 32768 + numbers}
+    assert found.in_backward == (of_each if optim.optimizer_in_backward else {})
+
+
+def test_on_a_cpu_all_state_stays():
+    optim, model = OptimizerArguments(offload_optimizer="state"), nn.Linear(64, 128)
+    known = optimizer_memory(OptimizerArguments(), model, on_cpu=True)
+    assert optimizer_memory(optim, model, on_cpu=True) == known
+    assert known.state_bytes == 8 * (64 * 128 + 128) + 2 * 4
