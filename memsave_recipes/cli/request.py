@@ -368,6 +368,7 @@ def record_of_candidate(candidate: Candidate) -> dict[str, Any]:
         "parts": candidate.parts,
         "fits": candidate.fits,
         "step_s": candidate.step_s,
+        "awaited_s": candidate.awaited_s,
         "communication_s": candidate.communication_s[0],
         "exposed_communication_s": candidate.communication_s[1],
         "samples_per_s": candidate.samples_per_s,

@@ -1,0 +1,95 @@
+"""Which flags fit the training of all weights of Llamas of 1B, 3B and 8B on cards of 8 to 80 GiB, predicted.
+
+    python benchmarks/full_fine_tuning.py --quick     # a small model: shows that it runs
+    python benchmarks/full_fine_tuning.py             # some minutes on one core
+
+Of each model and way to train, `memsave plan` under `full` and with the loss in chunks, for rows of 2,048 tokens one
+at a time, at the rates of an A100. Nothing is measured.
+
+Writes docs/results/full_fine_tuning.json and .md.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from memsave_recipes.cli import main as memsave
+from memsave_recipes.text import GIB
+
+HEADS = "num_attention_heads=32,num_key_value_heads=8"
+MODELS = {  # sizes of the published config.json of Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B
+    "1B": f"hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,{HEADS},head_dim=64,tie_word_embeddings=true",
+    "3B": "hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24,num_key_value_heads=8,"
+    "tie_word_embeddings=true",
+    "8B": f"hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,{HEADS}",
+}
+SMALL = {"small": "hidden_size=64,intermediate_size=128,num_hidden_layers=2,num_attention_heads=2"}
+AUTOCAST, IN_16_BITS = ("--mixed_precision", "bf16"), ("--dtype", "bfloat16", "--bf16_stochastic_round")
+ON_HOST, IN_BACKWARD = ("--offload_optimizer", "state"), ("--optimizer_in_backward", "--max_grad_norm", "0")
+WAYS = {
+    "AdamW": AUTOCAST,
+    "state on the host": (*AUTOCAST, *ON_HOST),
+    "on the host, in the backward": (*AUTOCAST, *ON_HOST, *IN_BACKWARD),
+    "bfloat16": IN_16_BITS,
+    "bfloat16, state on the host": (*IN_16_BITS, *ON_HOST),
+    "bfloat16, on the host, in the backward": (*IN_16_BITS, *ON_HOST, *IN_BACKWARD),
+}
+CARDS_GIB, HOSTS_GIB = (8, 12, 16, 24, 48, 80), (32, 64, 128, 256)
+USABLE = 0.95  # of a card
+HEADINGS = ("model", "way", "the card needs", "card", "pinned", "host", "a step waits for copies")
+
+
+def command_of(sizes: str, way: Sequence[str]) -> list[str]:
+    """``memsave plan`` for a model and a way."""
+    model = ["--model_type", "llama", "--config_overrides", sizes, "--vocab_size", "128256", "--block_size", "2048"]
+    step = ["--global_batch_size", "1", "--activation_checkpointing", "full", "--loss", "chunked"]
+    return ["plan", "language_modeling", *model, *step, *way, "--target_memory", "1000GiB"]
+
+
+def planned(command: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Its one candidate: bytes of the card and of the host, and seconds of a step."""
+    file = folder / "plan.json"
+    if memsave([*command, "--json", str(file)]):
+        raise RuntimeError("memsave plan was refused")
+    (candidate,) = json.loads(file.read_text(encoding="utf-8"))["candidates"]
+    figures = {name: candidate[name] for name in ("needed_bytes", "host_bytes", "awaited_s", "step_s")}
+    return {"command": f"memsave {' '.join(command)}", **figures}
+
+
+def smallest(sizes_gib: Sequence[int], num_bytes: float) -> str:
+    """The smallest of these sizes that holds as much; a dash where none does."""
+    return next((f"{gib} GiB" for gib in sizes_gib if num_bytes <= gib * GIB), "-")
+
+
+def row_of(model: str, way: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table."""
+    needed, pinned = found["needed_bytes"], found["host_bytes"]
+    card = f"{needed / GIB:.1f} GiB", smallest(CARDS_GIB, needed / USABLE)
+    host = (
+        (f"{pinned / GIB:.1f} GiB", smallest(HOSTS_GIB, pinned), f"{found['awaited_s']:.1f} s") if pinned else ("",) * 3
+    )
+    return model, way, *card, *host
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Plan all models in all ways; returns the content of the JSON file."""
+    flags = harness.read_flags(harness.make_parser(__doc__), args)
+    models = SMALL if flags.quick else MODELS
+    with tempfile.TemporaryDirectory() as name:
+        found = {
+            model: {way: planned(command_of(sizes, words), Path(name)) for way, words in WAYS.items()}
+            for model, sizes in models.items()
+        }
+    rows = [row_of(model, way, figures) for model, ways in found.items() for way, figures in ways.items()]
+    harness.show(HEADINGS, rows)
+    results = {"benchmark": "full_fine_tuning", "usable": USABLE, "models": found}
+    harness.write_results(flags.output_dir, "full_fine_tuning", results, harness.markdown_table(HEADINGS, rows))
+    return results
+
+
+if __name__ == "__main__":
+    main()
