@@ -38,6 +38,7 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.memory import read_device_use
 from memsave_recipes.sharding.units import largest_shards
 from memsave_recipes.step.batch_layout import BatchLayout, GradientSums
+from memsave_recipes.step.host_step import LEAVING_BYTES
 from memsave_recipes.step.memory import (
     averaged_tensors,
     clipping_bytes,
@@ -78,7 +79,7 @@ class StaticMemory:
         state_bytes: the optimizer's state that stays on the device.
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``, and the shards
-            of gradients where each micro-batch is reduced.
+            of gradients where each micro-batch is reduced; or gradients on their way to the host.
         exchange_bytes: ``GradientSums.exchanged_bytes``.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
@@ -88,8 +89,8 @@ class StaticMemory:
         in_backward: likewise of each parameter that is stepped in the backward, by its name.
         losses_bytes: the losses and norms of steps until they are logged.
         remote_bytes: weights that other ranks hold.
-        host_bytes: pinned, for the optimizer's state that waits on the host.
-        awaited_bytes: of that state, copied in a step while the device waits.
+        host_bytes: of the host, for what waits or is stepped there of the optimizer.
+        awaited_bytes: copied for it in a step while the device waits.
     """
 
     state_bytes: int = 0
@@ -186,8 +187,15 @@ def static_memory_of(
     buckets = gradients if layout.num_processes > 1 else 0
     stay = not optim.optimizer_in_backward and not (buckets and not accumulates)
     static = replace(static, buckets_bytes=buckets, gradients_resident=accumulates, gradients_stay=stay)
+    if optim.offload_optimizer == "step" and not on_cpu and not buckets and layout.needs_all_gradients is None:
+        leaving = min(layout.forwards_per_step * gradients, LEAVING_BYTES)
+        return replace(static, sums_bytes=leaving, gradients_resident=False, gradients_stay=False)
     earlier = layout.gradient_sums(trained, gradients)
-    return static if earlier is None else _with_sums(static, earlier, gradients)
+    if earlier is not None:
+        return _with_sums(static, earlier, gradients)
+    if buckets and accumulates:  # in which alone the gradients are when the optimizer steps
+        return replace(static, optimizer_bytes=max(0, static.optimizer_bytes - buckets))
+    return static
 
 
 def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:

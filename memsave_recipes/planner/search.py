@@ -443,7 +443,7 @@ class HostUse:
     def of(cls, candidate: Candidate) -> "HostUse":
         """Return that of a candidate: a plan's, the optimizer's, or of both."""
         own = f"--activation_checkpointing {candidate.strategy}"
-        found = cls.of_state(candidate.host_bytes, candidate.host_budget_bytes)
+        found = cls.of_optimizer(candidate.host_bytes, candidate.host_budget_bytes)
         if not candidate.static.host_bytes:
             return replace(found, flags=own, ways="full, or a smaller --micro_batch_size")
         if candidate.forecast.plan.offloads:
@@ -453,10 +453,10 @@ class HostUse:
         return found
 
     @classmethod
-    def of_state(cls, num_bytes: int, there: int | None) -> "HostUse":
-        """Return that of an optimizer's state alone."""
+    def of_optimizer(cls, num_bytes: int, there: int | None) -> "HostUse":
+        """Return that of an optimizer alone."""
         ways = "--offload_optimizer none, or an optimizer with less state"
-        return cls("--offload_optimizer state", num_bytes, there, ways)
+        return cls("--offload_optimizer", num_bytes, there, ways)
 
     @property
     def too_small(self) -> InputError:

@@ -121,7 +121,7 @@ def _host_memory(task: Task, step: StepOnDevice) -> tuple[str, int]:
     optimizer = optimizer_memory(
         task.optim, step.model, num_ranks=None if groups is None else groups.size, on_cpu=False
     )
-    return _line_of(HostUse.of_state(optimizer.host_bytes, usable_host_bytes(accelerator.device)))
+    return _line_of(HostUse.of_optimizer(optimizer.host_bytes, usable_host_bytes(accelerator.device)))
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:

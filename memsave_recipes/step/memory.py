@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsave_recipes.activations.streaming import streamed_parameters
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.host_state import SMALLEST_BYTES, pieces_of, pinned_bytes
+from memsave_recipes.step.host_state import ALIGNMENT, SMALLEST_BYTES, pieces_of, pinned_bytes
+from memsave_recipes.step.host_step import STAGED_BYTES
 from memsave_recipes.step.settings import OptimizerSettings
 from memsave_recipes.step.update_rules import (
     BITSANDBYTES_BLOCK,
@@ -100,7 +102,7 @@ class OptimizerMemory:
         state_bytes: of the state that stays on the device.
         update_bytes: the most that an update takes besides, with state that visits the device.
         in_backward: likewise of each parameter that is stepped in the backward, by its name.
-        host_bytes: pinned, for the state that waits on the host.
+        host_bytes: of the host, for what waits or is stepped there, at most.
         awaited_bytes: copied to or from the host in a step while the device waits.
     """
 
@@ -125,13 +127,17 @@ class _Piece:
 def optimizer_memory(
     optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None, on_cpu: bool
 ) -> OptimizerMemory:
-    """The memory of the optimizer of ``model``, in shards that of the first rank: NOTE [ state on the host ].
+    """The memory of the optimizer of ``model``, in shards that of the first rank.
+
+    NOTE [ state on the host ] and NOTE [ steps on the host ] say what is where.
 
     Args:
         num_ranks: that are to hold the weights in shards; ``None``: each rank has all of them.
         on_cpu: where no state leaves the device.
     """
     shares = parameters_by_optimizer(optim.update_rule, model)
+    if optim.offload_optimizer == "step" and not on_cpu:
+        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=_bytes_of_masters(optim, model, num_ranks))
     waits = optim.offload_optimizer != NONE and not on_cpu
     pieces = [
         _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
@@ -156,6 +162,25 @@ def optimizer_memory(
         host_bytes=pinned_bytes(size for piece in pieces for size in piece.waiting),
         awaited_bytes=awaited,
     )
+
+
+def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int | None) -> int:
+    """Pinned for masters, gradients and the ring of copies, and not pinned for the state of masters."""
+
+    def master(weight: nn.Parameter) -> Tensor:
+        dtype = weight.dtype if optim.bf16_stochastic_round else torch.float32
+        return torch.empty(weight.shape, dtype=dtype, device="meta")
+
+    def size(weight: nn.Parameter) -> int:
+        return part_numel(weight, num_ranks or 1) * master(weight).element_size()
+
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    trained = [weight for share in shares.values() for weight in share]
+    own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
+    pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained)])
+    ring = max(STAGED_BYTES, 1 << (max((one.nbytes for one in trained), default=0) + ALIGNMENT).bit_length())
+    states = (_state_sizes(name, map(master, share), optim.momentum, num_ranks) for name, share in shares.items())
+    return pinned + ring + sum(map(sum, states))
 
 
 def _stepped_together(

@@ -29,6 +29,7 @@ from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.step import host_state
 from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.host_step import STAGED_BYTES
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
 
@@ -130,7 +131,7 @@ def peak_of_training(optimizer, optim, workload, plan, accumulation_steps):
             torch.cuda.reset_peak_memory_stats(workload.device)
             for _ in range(accumulation_steps):
                 workload.forward().backward()
-            clip_gradients(optim, Accelerator(), workload.model)
+            clip_gradients(optim, Accelerator(), workload.model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
     return torch.cuda.max_memory_allocated(workload.device)
@@ -171,6 +172,31 @@ def test_state_on_the_host_is_in_the_prediction(pinned, name, optimizer, word, a
     assert peak <= predicted
     if not in_backward:
         assert predicted <= (1 + WITHIN) * peak
+
+
+@pytest.mark.parametrize(("word", "accumulation_steps"), [("none", 1), ("full", 2)])
+@pytest.mark.parametrize("optimizer", ["adamw", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "vgg"])
+def test_a_step_on_the_host_takes_no_more_than_predicted(pinned, name, optimizer, word, accumulation_steps):
+    """Its gradients are on their way for a while; the ring of copies is pinned only where it is needed."""
+    optim = replace(OPTIMIZERS[optimizer], offload_optimizer="step")
+    device = torch.device("cuda", 0)
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    workload = workload_of(name, torch.bfloat16 if optim.bf16_stochastic_round else torch.float32, device)
+    keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
+    chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
+    static = static_memory_of(optim, workload.model, BatchLayout.of(4 * accumulation_steps, 4, 1), device_type="cuda")
+    predicted = Forecast(plan=plan, chain=static.added_to(chain)).peak.total_bytes
+    gc.collect()
+    optimizer = make_optimizer(optim, workload.model)
+    peak = peak_of_training(optimizer, optim, workload, plan, accumulation_steps) - before
+    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    not_pinned = sum(tensor.nbytes for tensor in state if tensor.ndim)  # not the counters of steps
+    ring = 0 if accumulation_steps == 1 else STAGED_BYTES
+    assert static.host_bytes == sum(pinned) + not_pinned + (STAGED_BYTES - ring)
+    assert peak <= predicted
+    assert predicted <= 1.6 * peak  # all gradients may be on their way
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda"), torch.device("cuda", 0)], ids=str)

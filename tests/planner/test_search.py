@@ -172,7 +172,7 @@ def test_a_host_that_state_is_too_large_for_is_named_by_the_error():
     assert with_state_on_host(2048, 2048).fits
     assert not with_state_on_host(2048, 2047).fits
     line = budget_too_small(with_state_on_host(2048, 1024), MODEL, task_of(takes_adapters=False)).one_line
-    assert "--offload_optimizer state: a rank would move 2 KiB to its host, which has 1 KiB available for it" in line
+    assert "--offload_optimizer: a rank would move 2 KiB to its host, which has 1 KiB available for it" in line
     assert line.endswith("take --offload_optimizer none, or an optimizer with less state")
 
 

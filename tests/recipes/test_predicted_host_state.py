@@ -7,7 +7,6 @@ import torch
 from lives import IMAGES, LENGTH, TEXT, end_of, launch, loaded, scratch, with_context
 from samples import sample
 
-from memsave_recipes.activations.offload import SideStream
 from memsave_recipes.step import host_state
 from memsave_recipes.text import GIB
 
@@ -49,11 +48,17 @@ def recipe(request):
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """Bytes that are pinned, in slabs of 128 KiB, for pieces of 32 KiB."""
+    """Bytes that are pinned for optimizer state, in slabs of 128 KiB, for pieces of 32 KiB."""
     monkeypatch.setattr(host_state, "PIECE_BYTES", 2**15)
     monkeypatch.setattr(host_state, "SLAB_BYTES", 2**17)
-    sizes, empty = [], SideStream.empty_on_host
-    monkeypatch.setattr(SideStream, "empty_on_host", lambda self, size: sizes.append(size) or empty(self, size))
+    sizes = []
+
+    class Counting(host_state.SideStream):
+        def empty_on_host(self, num_bytes):
+            sizes.append(num_bytes)
+            return super().empty_on_host(num_bytes)
+
+    monkeypatch.setattr(host_state, "SideStream", Counting)
     return sizes
 
 
