@@ -124,7 +124,8 @@ class OptimizerSettings:
         optimizer: ``adamw``, ``muon``, ``adafactor``, ``adamw_8bit`` or ``sgd``.
         bf16_stochastic_round: whether AdamW rounds at random.
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
-        offload_optimizer: ``none``, or ``state``: that waits on the host (``step/host_state.py``).
+        offload_optimizer: ``none``, ``state`` waits on the host (``step/host_state.py``), or ``step``
+            (``step/host_step.py``).
         weight_decay, decay_all: of matrices, or of all parameters.
         momentum: of ``sgd``.
         ema_decay: of the average of the weights; ``None``: there is none.
@@ -137,8 +138,8 @@ class OptimizerSettings:
     decay_all: bool
     momentum: float
     ema_decay: float | None = None
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     offload_optimizer: str = NONE
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def update_rule(self) -> str:
