@@ -157,11 +157,21 @@ ESTIMATED = (PLAIN, "selective")
 WITH_OFFLOADING = (*ESTIMATED, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 STATE_ON_HOST = ("--offload_optimizer", "state")
+STEP_ON_HOST = ("--offload_optimizer", "step")
+WEIGHTS_ON_HOST = (*STEP_ON_HOST, "--stream_weights", "host")
+ROUNDED = ("--dtype", "bfloat16", "--bf16_stochastic_round")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
 STREAMED = (*ADAPTERS, "--stream_weights", "host")
 IN_SHARDS = ("--shard", "full")
 SAME_CURVE = ""
+STEPS_ON_HOST = (
+    ("step on host", STEP_ON_HOST, SAME_CURVE),
+    ("step, weights on host", WEIGHTS_ON_HOST, SAME_CURVE),
+    ("step on host, bfloat16", (*STEP_ON_HOST, *ROUNDED), "rounded weights"),
+    ("step, weights on host, bf16", (*WEIGHTS_ON_HOST, *ROUNDED), "rounded weights"),
+)
+"""Names, flags and changes of ways to train all weights on a small card, each for where those before do not fit."""
 
 
 @dataclass
@@ -409,7 +419,11 @@ def _ways(
     planned = whole.best(loss)
     yield _way("activation checkpointing", whole, lambda: planned)
     yield _offloading(whole, loss, planned)
-    yield _state_on_host(whole, read, loss, planned)
+    on_host = _state_on_host(whole, read, loss, planned)
+    of_state = [*islice(on_host, 1)]
+    yield chain(of_state, on_host)
+    if of_state and not any(rung.candidate.fits for rung in of_state) and whole.launch.mixed_precision != "fp16":
+        yield from _step_on_host(whole, read, loss)
     in_8_bit = _in_8_bit(whole, read, loss)
     known = [*islice(in_8_bit, 1)]  # while the other process makes those in the backward
     stepped = [*islice(in_backward, 1)]
@@ -483,6 +497,23 @@ def _state_on_host(
         best = waiting.best(loss)
     if not planned.fits or (best.fits and best.step_s < (1 - AS_FAST) * planned.step_s):
         yield from _way("optimizer state on host", waiting, lambda: best, STATE_ON_HOST)
+
+
+def _step_on_host(
+    whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None
+) -> Iterator[Iterator[Rung]]:
+    """Yield rungs of ``STEPS_ON_HOST`` on one device, up to the first that fits; not those that the recipe refuses."""
+    for name, flags, changes in STEPS_ON_HOST:
+        try:
+            task = read(flags)
+            others = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)
+            estimates = whole.estimates if flags == STEP_ON_HOST else others
+            found = replace(whole, task=task, estimates=estimates, like=whole).best(loss)
+        except InputError:
+            continue
+        yield iter([Rung(name=name, flags=flags, candidate=found, changes=changes)])
+        if found.fits:
+            return
 
 
 def _in_backward(
