@@ -70,6 +70,11 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         _check_trainer(trainer)
         refuse_several(trainer.callback_handler.callbacks)
         check_model(trainer.model_wrapped)
+        if self.offloads and args.device.type != "cpu" and not is_on_host(torch_optimizer(trainer.optimizer)):
+            raise InputError(
+                "offload_optimizer: the optimizer was made before the callback came: pass callbacks=[...] to "
+                f"{type(trainer).__name__}"
+            )
         self.training = PlannedTraining(
             settings=self.settings,
             model=trainer.model,

@@ -271,11 +271,6 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
     Raises:
         InputError: a schedule has taken its ``step`` already.
     """
-    if "step" in vars(optimizer):
-        raise InputError(
-            "offload_optimizer: a schedule holds the optimizer's step already: keep its state on the host before the "
-            "schedule is made"
-        )
     device = optimizer.param_groups[0]["params"][0].device
     if may_leave(device):
         move_state(optimizer, StateOnHost(device, SideStream(device), SideStream(device)))
@@ -300,7 +295,16 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def move_state(optimizer: Optimizer, on_host: StateOnHost) -> None:
-    """Let ``on_host`` move the state of ``optimizer``, which stays what it is."""
+    """Let ``on_host`` move the state of ``optimizer``, which stays what it is.
+
+    Raises:
+        InputError: as ``keep_state_on_host``.
+    """
+    if "step" in vars(optimizer):
+        raise InputError(
+            "offload_optimizer: a schedule holds the optimizer's step already: keep its state on the host before the "
+            "schedule is made"
+        )
     kind: Any = type(optimizer)
     moved: Any = optimizer
     moved.__class__ = type(kind.__name__, (_OptimizerOnHost, kind), {"on_host": on_host, "kind": kind})

@@ -52,6 +52,15 @@ def on_host(model):
     return {name: weight.cpu() for name, weight in weights_of(model).items()}
 
 
+def refuse_a_late_callback(folder):
+    """Which comes when its trainer has been made."""
+    arguments = TrainingArguments(str(folder), **ARGUMENTS)
+    trainer = Trainer(model=llama(dropout=0.0), args=arguments, train_dataset=rows([48] * 16), data_collator=padded)
+    trainer.add_callback(memsave.MemsaveCallback(strategy="full", offload_optimizer="state"))
+    with pytest.raises(memsave.InputError, match=r"offload_optimizer: .* pass callbacks=\[\.\.\.\] to Trainer"):
+        trainer.train()
+
+
 def assert_waits(optimizer, *, on_host):
     """All tensors of the state that are large."""
     state = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -107,6 +116,7 @@ def fit(folder, keeps, *, epochs=2, resume=None):
 
 def main(folder: Path) -> None:
     host_state.PIECE_BYTES = 2**15
+    refuse_a_late_callback(folder / "late")
     expected, _ = train(folder / "without", "none", **SAVES)
     weights_bytes = sum(weight.nbytes for weight in expected.values())
     for name, precision in (("float32", {}), ("bfloat16", {"bf16": True, "gradient_accumulation_steps": 2})):

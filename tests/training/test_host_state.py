@@ -167,7 +167,7 @@ def test_an_optimizer_that_a_schedule_has_taken_is_refused():
     optimizer = torch.optim.AdamW(make_model().parameters())
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(InputError, match=r"offload_optimizer: .* before the schedule is made"):
-        keep_state_on_host(schedule.optimizer)
+        offload(schedule.optimizer)
 
 
 def test_on_a_cpu_the_state_stays_and_a_warning_says_so():
