@@ -4,6 +4,7 @@ With onnx, onnxscript, onnxruntime, gguf and sentencepiece in the tests' environ
 llama.cpp, ``pytest tests/test_export.py`` runs these; without them they are skipped by name.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -73,18 +74,19 @@ def test_of_images_onnx_has_the_logits_of_torch(flags, train):
     assert largest_difference("images.onnx", load("out/images").model, {"pixel_values": images}) < 1e-6
 
 
-def convert(*words):
-    """What ends the script of the page, if anything does."""
+def convert(*words, told_the_words=True):
+    """What the script of llama.cpp printed; on the page it is told how the tokenizer cuts text into words, or not."""
     if "LLAMA_CPP" not in os.environ:
         pytest.skip("LLAMA_CPP=FOLDER names no clone of llama.cpp")
+    folder = os.environ["LLAMA_CPP"]
     (wrapped,) = re.findall(r"<<'END'\n(.*?)^END$", PAGE, re.S | re.M)
-    command = [sys.executable, "-c", wrapped, os.environ["LLAMA_CPP"], *words]
-    return subprocess.run(command, capture_output=True, text=True).stderr
+    script = ["-c", wrapped, folder] if told_the_words else [f"{folder}/convert_hf_to_gguf.py"]
+    return subprocess.run([sys.executable, *script, *words], capture_output=True, text=True).stderr
 
 
 @pytest.mark.slow
 def test_gguf_has_the_weights_and_the_tokens(train):
-    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    gguf = pytest.importorskip("gguf", reason="pip install gguf sentencepiece")
     train("language_modeling", "out/lm", LLAMA)
     said = convert("out/lm/final", "--outfile", "lm.gguf", "--outtype", "f32")
     assert Path("lm.gguf").is_file(), said
@@ -102,3 +104,16 @@ def test_gguf_has_the_weights_and_the_tokens(train):
     field = read.fields["tokenizer.ggml.tokens"]
     assert [bytes(field.parts[index]).decode() for index in field.data] == sorted(tokens, key=tokens.get)
     assert bytes(read.fields["tokenizer.ggml.pre"].parts[-1]) == b"gpt-2"
+
+
+@pytest.mark.slow
+def test_what_the_script_does_not_know_is_on_the_page(train):
+    pytest.importorskip("gguf", reason="pip install gguf sentencepiece")
+    train("language_modeling", "out/lm", GPT2)
+    words = ["out/lm/final", "--outfile", "lm.gguf"]
+    assert "KeyError: 'n_ctx'" in convert(*words)
+    config = json.loads(Path("out/lm/final/config.json").read_text())
+    Path("out/lm/final/config.json").write_text(json.dumps(config | {"n_ctx": config["n_positions"]}))
+    assert "NotImplementedError: BPE pre-tokenizer was not recognized" in convert(*words, told_the_words=False)
+    said = convert(*words)
+    assert Path("lm.gguf").is_file(), said
