@@ -82,7 +82,6 @@ class WandbStandIn(ThreadingHTTPServer):
         self.operations: list[str] = []
         self.alerts: list[dict[str, Any]] = []
         self.sweeps: dict[str, Sweep] = {}
-        self.stopped: set[str] = set()  # runs that their agent is told to stop
         self.closing = threading.Event()
         self._failure: int | str | None = None
         self._first_to_fail: str | None = None
@@ -169,9 +168,8 @@ class WandbStandIn(ThreadingHTTPServer):
         if operation == "CreateAgent":
             return {"createAgent": {"agent": {"id": told["sweep"]}}}
         if operation == "Heartbeat":
-            running = json.loads(told["runState"])
-            commands = [{"type": "stop", "run_id": run} for run in running if run in self.stopped]
-            commands += [] if running else [self.sweeps[told["id"]].command()]
+            is_free = not json.loads(told["runState"])
+            commands = [self.sweeps[told["id"]].command()] if is_free else []
             return {"agentHeartbeat": {"agent": {"id": told["id"]}, "commands": json.dumps(commands)}}
         return {}
 
