@@ -17,7 +17,7 @@ nest; BatchNorm counts in the first run alone, as every recomputation freezes it
 
 NOTE [ frozen blocks ]
 A span of several blocks begins at the first of them that has a backward. Those before it, which are frozen as all
-before them, save nothing and are not run again to reach it.
+before them, save nothing and are not run again to reach it. A span of frozen blocks alone runs as it is.
 
 NOTE [ one checkpoint for several calls ]
 1. torch's checkpoint takes one function. Here it is given one that does nothing in its first run, and the hooks that it
@@ -309,6 +309,12 @@ def need_gradients(values: Any, modules: Iterable[nn.Module]) -> bool:
     return any(tensor.requires_grad for tensor in chain(tensors, parameters))
 
 
+def runner_of(action: Action, values: Any, modules: Iterable[nn.Module]) -> Callable[..., Any]:
+    """Return ``RUN[action]``, for frozen ``modules`` ``keep``: a checkpoint would hold the state of the generator."""
+    checkpoints = action.kind.starts_again and not action.kind.micro_batches_of
+    return keep if checkpoints and not need_gradients(values, modules) else RUN[action]
+
+
 @dataclass
 class SpannedBlocks:
     """The blocks of one span of a ``SequentialStack``, run together."""
@@ -335,7 +341,7 @@ class SpannedBlocks:
         modules = [module for block in self.blocks[first:] for module in block.modules]
         names = (block.name for block in self.blocks[first:])
         forward = self.runs.recorded(partial(self.forward, first), *names, action=self.action, modules=modules)
-        state = RUN[self.action](forward, *state, modules=modules, **self.options)
+        state = runner_of(self.action, state, modules)(forward, *state, modules=modules, **self.options)
         return state
 
     def forward(self, first: int, *state: Tensor) -> tuple[Tensor, ...]:
@@ -416,7 +422,8 @@ class SpannedLayer:
                 f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
             )
         recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
-        run = partial(RUN[self.action], recorded, modules=[self.module], **self.options)
+        runner = runner_of(self.action, (state, call.given), [self.module])
+        run = partial(runner, recorded, modules=[self.module], **self.options)
         if self.watch is None:
             return run(*state)
         return self.watch(self.name, run, state, (call.args, call.kwargs))

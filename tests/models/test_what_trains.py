@@ -19,7 +19,7 @@ from workloads import workload_of
 from zoo.batches import IMAGES
 from zoo.heads import base_without_head, changed, load, logits
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.models.adapters import check_merging, load_adapters, merged
@@ -231,6 +231,18 @@ def test_frozen_blocks_are_not_run_again(action):
     *frozen, trained, _ = runs_of(model, one_span(model, action), torch.randn(2, 3, 32, 32))
     assert set(frozen) == {1}
     assert trained > 1
+
+
+@pytest.mark.parametrize(("make", "size"), [(lambda: MODELS["vgg_small"](num_classes=3), 32), (vit, 16)])
+@pytest.mark.parametrize("strategy", ["full", "segments:2"])
+def test_for_frozen_blocks_no_state_of_the_generator_is_kept(monkeypatch, make, size, strategy):
+    model, read, states = make(), torch.get_rng_state, []
+    freeze(model, freeze_backbone=True)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: states.append(read()) or states[-1])
+    with apply_plan(model, plan_blocks(model, strategy)):
+        output = model(torch.randn(2, 3, size, size))
+    assert getattr(output, "logits", output).requires_grad
+    assert states == []
 
 
 def test_layers_that_the_model_calls_are_not_run_again_where_they_are_frozen():
