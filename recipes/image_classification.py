@@ -94,9 +94,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
     saved = task.adapt(bare)
-    place(bare, run.accelerator.device, streamed=task.streamed)
     if not args.sync_batchnorm and args.batchnorm == "local":
         check_image_size(bare, args.image_size, run.smallest_micro_batch(batches))
+    place(bare, run.accelerator.device, streamed=task.streamed)
 
     # With the activation plan that the flags name, or the fastest that fits the memory
     prepared = run.prepare(task, batches, bare)

@@ -499,9 +499,7 @@ def _state_on_host(
         yield from _way("optimizer state on host", waiting, lambda: best, STATE_ON_HOST)
 
 
-def _step_on_host(
-    whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None
-) -> Iterator[Iterator[Rung]]:
+def _step_on_host(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Iterator[Rung]]:
     """Yield rungs of ``STEPS_ON_HOST`` on one device, up to the first that fits; not those that the recipe refuses."""
     for name, flags, changes in STEPS_ON_HOST:
         try:

@@ -78,8 +78,10 @@ def make_optimizer(
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
     trained = trained_parameters(model)
-    parameters, masters = decay_groups(optim, model, trained), _masters(optim, model, trained)
-    if masters is not None:
+    parameters, masters = decay_groups(optim, model, trained), None
+    offloads = optim.offload_optimizer != NONE and may_leave(_device_of(model))
+    if offloads and optim.offload_optimizer == "step":
+        masters = _masters(optim, model, trained)
         parameters = [{**group, "params": [masters.of[one] for one in group["params"]]} for group in parameters]
     rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
     of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
@@ -105,29 +107,22 @@ def make_optimizer(
             optimizer = AdamW(parameters, fused=True, **of_adamw)
     if masters is not None:
         step_masters(optimizer, masters, leave_in_backward=leaves_in_backward, stream=stream_of(model))
-    elif _offloads(optim, trained):
+    elif offloads:
         keep_state_on_host(optimizer)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
 
 
-def _offloads(optim: OptimizerArguments, trained: list[nn.Parameter]) -> bool:
-    """Whether anything of the optimizer waits on the host, which the model is not on."""
-    return optim.offload_optimizer != NONE and may_leave(_device_of(trained))
-
-
-def _masters(optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter]) -> HostMasters | None:
-    if optim.offload_optimizer != "step" or not _offloads(optim, trained):
-        return None
+def _masters(optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter]) -> HostMasters:
     dtype = None if optim.bf16_stochastic_round else torch.float32
-    return masters_on_host(trained, _device_of(trained), dtype, streamed_parameters(model))
+    return masters_on_host(trained, _device_of(model), dtype, streamed_parameters(model))
 
 
-def _device_of(trained: list[nn.Parameter]) -> torch.device:
-    """That of the weights that do not wait on the host."""
-    devices = [local(weight).device for weight in trained]
-    return next((device for device in devices if device.type != "cpu"), devices[0])
+def _device_of(model: nn.Module) -> torch.device:
+    """Where it computes, also where all that trains waits on the host."""
+    stream = stream_of(model)
+    return local(next(model.parameters())).device if stream is None else stream.device
 
 
 def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -34,8 +34,9 @@ from memsave_recipes.checkpoints import (  # noqa: E402
 from memsave_recipes.checkpoints.shard_files import read_shards  # noqa: E402
 from memsave_recipes.checkpoints.state import RankState, Record  # noqa: E402
 from memsave_recipes.sharding.tensors import local  # noqa: E402
-from memsave_recipes.step import host_state  # noqa: E402
+from memsave_recipes.step import host_state, host_step  # noqa: E402
 from memsave_recipes.step.host_state import StateOnHost  # noqa: E402
+from memsave_recipes.step.host_step import HostMasters  # noqa: E402
 
 ENDS_AFTER = 2
 _meetings = itertools.count()
@@ -43,6 +44,7 @@ _meetings = itertools.count()
 
 def main(path: Path) -> None:
     host_state.PIECE_BYTES, host_state.SLAB_BYTES, host_state.SMALLEST_BYTES = 2**14, 2**18, 2**9
+    host_step.LEAVING_BYTES = 2**12
     TrainState.read = _measured(TrainState.read)
     for run in json.loads(path.read_text()):
         os.environ["ACCELERATE_MIXED_PRECISION"] = run.get("precision", "no")
@@ -91,7 +93,7 @@ def _measured(read: Callable[[TrainState, Path], None]) -> Callable[[TrainState,
 @contextmanager
 def _ending(*, offloads: bool):
     """The run inside ends within the step after ``ENDS_AFTER``, or before it."""
-    after_step, bring_home, done = Checkpoints.after_step, StateOnHost._bring_home, [0]
+    after_step, done = Checkpoints.after_step, [0]
 
     def counted(self, step, state):
         after_step(self, step, state)
@@ -99,14 +101,18 @@ def _ending(*, offloads: bool):
         if step == ENDS_AFTER and not offloads:
             raise Killed
 
-    def end_between_pieces(self, tensors):
-        if tensors and done[0] == ENDS_AFTER:
-            raise Killed
-        return bring_home(self, tensors)
+    def ending_between_pieces(method):
+        def end(self, tensors):
+            if tensors and done[0] == ENDS_AFTER:
+                raise Killed
+            return method(self, tensors)
+
+        return end
 
     with pytest.MonkeyPatch.context() as patch, suppress(Killed):
         patch.setattr(Checkpoints, "after_step", counted)
-        patch.setattr(StateOnHost, "_bring_home", end_between_pieces)
+        patch.setattr(StateOnHost, "_bring_home", ending_between_pieces(StateOnHost._bring_home))
+        patch.setattr(HostMasters, "send", ending_between_pieces(HostMasters.send))
         yield
         raise AssertionError(f"it did not come to step {ENDS_AFTER}")
 

@@ -1,4 +1,4 @@
-"""Recipes with ``--offload_optimizer state``, on stand-ins for CUDA whose copies are late: the bits of runs without."""
+"""Recipes with ``--offload_optimizer``, on stand-ins for CUDA whose copies are late: the bits of runs without."""
 
 import json
 import subprocess
@@ -12,12 +12,15 @@ from lives import ROOT, TINY_VIT, rows_of, scratch
 from safetensors.torch import load_file
 
 STATE = ["--offload_optimizer", "state"]
+STEP = ["--offload_optimizer", "step"]  # whose kernels are those of the stand-in, so that the bits are the same
+STREAMED = [*STEP, "--stream_weights", "host"]
 SHORT = ["--max_steps", "4", "--logging_steps", "2", "--eval_steps", "4", "--max_grad_norm", "0.5"]
 LANGUAGE = ["--block_size", "32", "--max_eval_samples", "8", "--global_batch_size", "8", "--vocab_size", "512", *SHORT]
 GPT2 = [*scratch("gpt2"), *LANGUAGE]
 LLAMA = [*scratch("llama"), *LANGUAGE]
 VIT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "8", *SHORT]
 DENSENET = ["--model", "densenet_small", "--image_size", "16", "--global_batch_size", "8", *SHORT]
+RECOMPUTED = ["--activation_checkpointing", "full"]
 ACCUMULATED = ["--micro_batch_size", "2"]
 BFLOAT16 = ["--dtype", "bfloat16", "--bf16_stochastic_round"]
 SAVED = ["--save_every", "2"]
@@ -52,6 +55,8 @@ ON_ONE_DEVICE = {
     "GPT-2, killed within a step": Case(GPT2, lives=KILLED),
     "Llama, accumulated, bf16": Case([*LLAMA, *ACCUMULATED], precision="bf16"),
     "DenseNet, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES),
+    "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
+    "Llama, recomputed, weights": Case([*LLAMA, *RECOMPUTED], lives=(STREAMED, STREAMED)),
 }
 MORE_ON_ONE_DEVICE = {
     "GPT-2, accumulated, fp16": Case([*GPT2, *ACCUMULATED], precision="fp16", lives=KILLED),
@@ -68,10 +73,19 @@ MORE_ON_ONE_DEVICE = {
     "the same bits anywhere": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"]),
     "steps that may be left out": Case([*GPT2, "--skip_nonfinite", "2"]),
     "streamed LoRA": Case([*LLAMA, "--lora", "--lora_rank", "8", "--stream_weights", "host"]),
+    "GPT-2, step, bf16": Case(GPT2, precision="bf16", lives=(STEP, STEP)),
+    "ViT, accumulated, step": Case([*VIT, *ACCUMULATED], IMAGES, lives=(STEP, [])),
+    "ViT, weights, bf16": Case([*VIT, *RECOMPUTED], IMAGES, precision="bf16", lives=(STREAMED, STREAMED)),
+    "DenseNet, step, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES, lives=(STEP, STEP)),
+    "an average, step": Case([*GPT2, "--ema_decay", "0.9"], lives=(STEP, STEP)),
+    "LoRA, weights": Case([*LLAMA, *RECOMPUTED, "--lora"], lives=(STREAMED, STREAMED)),
+    "weights later": Case([*GPT2, *RECOMPUTED], lives=([], STREAMED)),
     "without first": Case(GPT2, lives=([], STATE)),
     "without later": Case([*GPT2, "--optimizer", "muon"], lives=(STATE, [])),
 }
 ON_TWO_DEVICES = {
+    "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
+    "the same bits anywhere, step": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"], lives=(STEP, STEP)),
     "GPT-2, accumulated": Case([*GPT2, *ACCUMULATED], lives=KILLED),
     "ViT, fp16": Case(VIT, IMAGES, precision="fp16"),
     "DenseNet": Case(DENSENET, IMAGES),
