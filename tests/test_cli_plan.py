@@ -349,6 +349,11 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SHARDS[1:], "--shard", "full", "--mixed_precision", "fp16"], "--shard full: the scaler of fp16"),
         ([*SHARDS[1:], "--shard", "full", "--optimizer", "adafactor"], "--shard full: --optimizer adafactor has means"),
         ([*SHARDS[1:], "--shard", "full", "--memory_budget_gib", "0.01"], "shards over more ranks need less"),
+        (
+            [*SMALL, "--target", "a100", "--offload_optimizer", "state", "--host_memory", "1MiB"],
+            "--offload_optimizer: a rank would move 64 MiB to its host, which has 1 MiB available for it",
+        ),
+        ([*SMALL, "--target", "cpu", "--host_memory", "8GiB"], "--host_memory 8GiB: nothing is moved away from a CPU"),
         ([*SHARDS[1:], "--interconnect", "100"], "--interconnect 100: nothing but shards is gathered"),
         ([*SHARDS[1:], "--shard", "full", "--interconnect", "0"], "--interconnect 0.0: must be GB/s from above 0"),
     ],
