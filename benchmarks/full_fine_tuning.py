@@ -30,15 +30,19 @@ MODELS = {  # sizes of the published config.json of Llama-3.2-1B, Llama-3.2-3B a
 SMALL = {"small": "hidden_size=64,intermediate_size=128,num_hidden_layers=2,num_attention_heads=2"}
 AUTOCAST, IN_16_BITS = ("--mixed_precision", "bf16"), ("--dtype", "bfloat16", "--bf16_stochastic_round")
 STEP = ("--offload_optimizer", "step")
+WEIGHTS = (*STEP, "--stream_weights", "host")
 ON_HOST, IN_BACKWARD = ("--offload_optimizer", "state"), ("--optimizer_in_backward", "--max_grad_norm", "0")
 WAYS = {
     "AdamW": AUTOCAST,
     "state on the host": (*AUTOCAST, *ON_HOST),
     "on the host, in the backward": (*AUTOCAST, *ON_HOST, *IN_BACKWARD),
     "step on the host": (*AUTOCAST, *STEP),
+    "step and weights on the host": (*AUTOCAST, *WEIGHTS),
     "bfloat16": IN_16_BITS,
     "bfloat16, state on the host": (*IN_16_BITS, *ON_HOST),
     "bfloat16, on the host, in the backward": (*IN_16_BITS, *ON_HOST, *IN_BACKWARD),
+    "bfloat16, step on the host": (*IN_16_BITS, *STEP),
+    "bfloat16, step and weights on the host": (*IN_16_BITS, *WEIGHTS),
     "bfloat16, step on the host in float32": ("--dtype", "bfloat16", *STEP),
 }
 CARDS_GIB, HOSTS_GIB = (8, 12, 16, 24, 48, 80), (32, 64, 128, 256)

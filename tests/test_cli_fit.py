@@ -115,7 +115,7 @@ def test_a_model_that_one_card_has_no_room_for_is_offered_in_shards(tmp_path: Pa
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
     word = folder_of({**LLAMA, **sizes}, tmp_path / "wide")  # 25 million weights: 400 MB with gradients and state
     words = [word, "--length", "64", "--global_batch_size", "8", "--micro_batch_size", "1", "--memory", "0.72GiB"]
-    found = fitted(words, tmp_path / "fit.json")
+    found = fitted([*words, "--host_memory", "0.1GiB"], tmp_path / "fit.json")
     rungs = {rung["name"]: rung for rung in found["rungs"]}
     in_shards = [rung for name, rung in rungs.items() if name.endswith("in shards")]
     assert not any(rung["fits"] for rung in found["rungs"] if rung["changes"] == "" and rung not in in_shards)
@@ -146,6 +146,29 @@ def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.
     assert row.endswith("GiB on the host")
 
 
+@pytest.mark.parametrize(
+    ("memory", "host", "name", "changes"),
+    [
+        ("0.72GiB", "1GiB", "step on host", ""),
+        ("0.65GiB", "1GiB", "step, weights on host", ""),
+        ("0.72GiB", "0.4GiB", "step on host, bfloat16", "rounded weights"),
+    ],
+)
+def test_a_step_on_the_host_fits_where_state_there_does_not_suffice(
+    tmp_path: Path, memory: str, host: str, name: str, changes: str
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    word = folder_of({**LLAMA, **sizes}, tmp_path / "wide")
+    words = [word, "--length", "64", "--global_batch_size", "8", "--micro_batch_size", "1"]
+    found = fitted([*words, "--memory", memory, "--host_memory", host], tmp_path / "fit.json")
+    best = found["rungs"][found["best"]]
+    assert (best["name"], best["changes"]) == (name, changes)
+    assert not any(rung["fits"] for rung in found["rungs"][: found["best"]])
+    task = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", flags_of(best["launch"]))
+    assert task.optim.offload_optimizer == "step"
+    assert task.streamed == ("all" if "weights" in name else "none")
+
+
 @pytest.mark.slow
 def test_optimizer_state_on_the_host_fits_where_it_does_not_on_the_card(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
@@ -166,7 +189,7 @@ def test_optimizer_state_on_the_host_fits_where_it_does_not_on_the_card(tmp_path
 
 def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = folder_of({**LLAMA, "intermediate_size": 4096}, tmp_path / "wide")
-    words = [wide, "--length", "16384", "--global_batch_size", "2", "--memory", "1.4GiB"]
+    words = [wide, "--length", "16384", "--global_batch_size", "2", "--memory", "1.4GiB", "--host_memory", "0.01GiB"]
     fits = {rung["name"]: rung["fits"] for rung in fitted(words, tmp_path / "fit.json")["rungs"]}
     assert fits["activation checkpointing"]
     assert fits["2 cards"]
