@@ -77,8 +77,7 @@ class HostMasters:
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._last: Any = None
         self._adder = ThreadPoolExecutor(1, "gradients")
-        largest = max((one.nbytes for one in self.of), default=0)
-        self._ring = _Ring(max(STAGED_BYTES, 1 << (largest + ALIGNMENT).bit_length()), down.empty_on_host)
+        self._ring = _Ring(ring_bytes(self.of), down.empty_on_host)
 
     def leave_in_backward(self) -> None:
         """Let every gradient leave the device as soon as it is there."""
@@ -164,6 +163,12 @@ class HostMasters:
         """Let the device wait for the weights that were sent."""
         if self._last is not None:
             self._up.wait(self._last)
+
+
+def ring_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of pinned memory for copies that the host reads or casts: for the largest of ``parameters``."""
+    largest = max((one.nbytes for one in parameters), default=0)
+    return max(STAGED_BYTES, 1 << (largest + ALIGNMENT).bit_length())
 
 
 def _add(total: Tensor, gradient: Tensor, *, after: Any, is_first: bool) -> None:

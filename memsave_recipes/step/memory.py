@@ -19,8 +19,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.host_state import ALIGNMENT, SMALLEST_BYTES, pieces_of, pinned_bytes
-from memsave_recipes.step.host_step import STAGED_BYTES
+from memsave_recipes.step.host_state import SMALLEST_BYTES, pieces_of, pinned_bytes
+from memsave_recipes.step.host_step import ring_bytes
 from memsave_recipes.step.settings import OptimizerSettings
 from memsave_recipes.step.update_rules import (
     BITSANDBYTES_BLOCK,
@@ -178,9 +178,8 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     trained = [weight for share in shares.values() for weight in share]
     own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
     pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained)])
-    ring = max(STAGED_BYTES, 1 << (max((one.nbytes for one in trained), default=0) + ALIGNMENT).bit_length())
     states = (_state_sizes(name, map(master, share), optim.momentum, num_ranks) for name, share in shares.items())
-    return pinned + ring + sum(map(sum, states))
+    return pinned + ring_bytes(trained) + sum(map(sum, states))
 
 
 def _stepped_together(

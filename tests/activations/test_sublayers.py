@@ -64,7 +64,7 @@ def test_as_exact_as_plain(model_type, autocast, assert_three_way):
     model = without_dropout(causal_model(model_type))
     exact, _ = record(copy.deepcopy(model).double())
     plain, _ = record(model, autocast=autocast)
-    found, _ = record(model, STRATEGY, autocast)
+    found, _ = record(model, STRATEGY, autocast=autocast)
     if autocast:  # its rounding of activations is plain's, whose sums over the tokens are longer
         for name, gradient in plain.items():
             assert (found[name] - gradient).abs().max() <= 0.02 * gradient.abs().max(), name

@@ -60,7 +60,7 @@ def test_as_exact_as_plain(model_type, autocast, assert_three_way):
     model = without_dropout(causal_model(model_type, attn_implementation=implementation))  # float64 draws other numbers
     exact, _ = record(copy.deepcopy(model).double())
     plain, _ = record(model, autocast=autocast)
-    tiled, _ = record(model, "full_tiled:32", autocast)
+    tiled, _ = record(model, "full_tiled:32", autocast=autocast)
     if autocast:  # its rounding of activations is plain's, whose sums over the tokens are longer
         for name, gradient in plain.items():
             assert (tiled[name] - gradient).abs().max() <= 0.02 * gradient.abs().max(), name

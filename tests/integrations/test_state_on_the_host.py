@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_weights_are_those_without_and_checkpoints_go_on(on_devices, tmp_path):
     done = subprocess.run(

@@ -36,7 +36,7 @@ CASES = [
     for layout in LAYOUTS
     if option not in LEFT_OUT.get(model, ())
 ]
-FEW = [("vit", "lora, average", "accumulated"), ("vgg", "average", "whole"), ("bert", "last block", "whole")]
+FEW = [("vgg", "average", "whole"), ("bert", "last block", "whole")]
 
 
 @pytest.fixture
