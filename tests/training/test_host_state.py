@@ -47,7 +47,7 @@ class Counted(CopiesInOrder):
         return super().start(pairs)
 
 
-def make_model(dtype=torch.float32):
+def make_model(dtype=torch.float32, memory_format=torch.channels_last):
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(3, 8, 16),
@@ -57,7 +57,7 @@ def make_model(dtype=torch.float32):
         nn.Linear(64, 64),
         nn.Linear(64, 2),
     ]
-    return nn.Sequential(*layers).to(DEVICE, dtype=dtype, memory_format=torch.channels_last)
+    return nn.Sequential(*layers).to(DEVICE, dtype=dtype, memory_format=memory_format)
 
 
 def offload(optimizer):
@@ -70,7 +70,8 @@ def offload(optimizer):
 def trained(optim, *, offloads, steps=4, first=0, state=None, weights=None):
     """Weights and the optimizer's saved state after some steps; or after more, from a saved state."""
     dtype = torch.bfloat16 if optim.bf16_stochastic_round else torch.float32
-    model = make_model(dtype)
+    is_flat = optim.optimizer == "adamw_8bit"  # bitsandbytes makes weights contiguous, and then layers round otherwise
+    model = make_model(dtype, torch.contiguous_format if is_flat else torch.channels_last)
     optimizer = make_optimizer(optim, model, seed=3)
     if offloads:
         offload(optimizer)
