@@ -1,6 +1,7 @@
-"""A wheel of the tree in a virtual environment of its own: what it holds, and how it ends where an extra is missing."""
+"""What would be published: a source distribution, and the wheel built from it, in a virtual environment of its own."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,12 +36,16 @@ class Installed:
         (self.site,) = folder.glob("lib/python*/site-packages")
         (self.site / "others.pth").write_text(f"{packages}\n")
 
-    def run(self, *words):
-        """The finished process; nothing of this tree is on its path."""
+    def run(self, *words, cwd=None):
+        """The finished process, with an empty home; nothing of this tree is on its path."""
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         env |= {"VIRTUAL_ENV": str(self.folder), "PATH": f"{self.bin}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
         command = [str(self.bin / words[0]), *map(str, words[1:])]
-        return subprocess.run(command, capture_output=True, text=True, cwd=self.folder, env=env)
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=cwd or self.folder, env=env | {"HOME": str(home)}
+        )
 
     @property
     def recipes(self):
@@ -48,14 +53,21 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+def distributions(tmp_path_factory):
+    """A source distribution, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("tree")
     for name in SHIPPED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", str(folder / "dist"), str(folder)], check=True)
-    (built,) = (folder / "dist").glob("*.whl")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", str(folder)], check=True, stdout=subprocess.DEVNULL
+    )
+    return sorted((folder / "dist").iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions):
+    (built,) = (path for path in distributions if path.suffix == ".whl")
     return built
 
 
@@ -83,6 +95,61 @@ def test_types_and_recipes_are_shipped(everything):
     assert (everything.recipes.parent / "accelerate_configs" / "slurm.sbatch").is_file()
     of_tree = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes").glob("configs/*.yaml")]
     assert printed[1:] == sorted(f"  {path.relative_to(ROOT / 'recipes')}" for path in of_tree)
+
+
+def test_an_index_would_take_both(distributions):
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions)], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    assert checked.stdout.count("PASSED") == 2
+
+
+def test_recipes_are_copied_and_planned_there(everything, tmp_path):
+    done = everything.run("memsave", "recipes", "--copy", ".", cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "recipes")
+    for folder in ("recipes", "accelerate_configs"):
+        copied = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob(f"{folder}/**/*.*")}
+        assert copied
+        assert copied == {one: (ROOT / one).read_bytes() for one in copied}
+    again = everything.run("memsave", "recipes", "--copy", ".", cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == "error: --copy .: recipes is there already; name another folder, or move it away\n"
+    # as the README's first command, with a path
+    words = [PLAN[0], "recipes/language_modeling.py", *PLAN[2:], "--target", "h100", "--memory_budget_gib", "2"]
+    planned = everything.run("memsave", *words, cwd=tmp_path)
+    launch = planned.stdout.strip().splitlines()[-1].split()
+    assert launch[3:5] == ["accelerate_configs/single_gpu.yaml", "recipes/language_modeling.py"]
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_plans_trains_resumes_compares_and_predicts(everything, tmp_path):
+    def run(*words):
+        done = everything.run(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("memsave", "recipes", "--copy", ".")
+    flags = ["recipes/image_classification.py", "--config", "recipes/configs/demo.yaml"]
+    run("memsave", "plan", *flags, "--target", "cpu")
+    train = ["memsave", "launch", "--config_file", "accelerate_configs/cpu.yaml", *flags, "--output_dir", "out/a"]
+    train += [
+        "--save_every",
+        "2",
+        "--lr_scheduler_type",
+        "constant",
+        "--activation_checkpointing",
+        "budget",
+        "--memory_budget_gib",
+        "0.025",
+    ]
+    run(*train, "--max_steps", "4")
+    run(*train, "--max_steps", "6", "--resume", "--overwrite", "no")
+    assert re.search(r"^ a +budget", run("memsave", "compare", "out"), re.MULTILINE)
+    from PIL import Image
+
+    Image.new("L", (8, 8)).save(tmp_path / "photo.png")
+    assert "photo.png" in run("memsave", "predict", "out/a", "photo.png")
 
 
 def test_a_recipe_is_planned_by_its_name(everything):
@@ -116,6 +183,17 @@ def test_the_core_plans_a_model_and_names_a_missing_extra_in_one_line(core):
 def test_a_recipe_without_its_extra_is_one_line(core):
     done = core.run("python", core.recipes / "language_modeling.py")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", MISSING)
+
+
+def test_the_image_copies_what_is_shipped_and_no_root_runs_it():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    assert {line[1:] for line in lines if line.startswith("!")} == set(SHIPPED)
+    image = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines()]
+    users = [int(words[1]) for words in image if words[:1] == ["USER"]]
+    assert users[-1:] > [0]
+    python = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"][0]
+    assert f"Programming Language :: Python :: {python.removeprefix('python=')}\n" in (ROOT / "setup.cfg").read_text()
 
 
 def test_a_missing_package_names_what_needs_it():

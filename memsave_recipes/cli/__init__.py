@@ -89,7 +89,7 @@ COMMANDS = {
     ),
     "Train": (
         ("launch", _add_launch, "Launch a recipe; restart it when a rank is lost"),
-        ("recipes", add_recipes, "Print the folder of the recipes and presets"),
+        ("recipes", add_recipes, "Print the folder of the recipes and presets, or copy them"),
     ),
     "Look at runs": (
         ("compare", add_compare, "Compare memory, throughput, accuracy, loss curves"),

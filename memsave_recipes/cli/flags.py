@@ -5,6 +5,7 @@ The commands import their dependencies when they run, so that ``--help`` is fast
 
 import argparse
 import re
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.text import GIB, MIB
 
 STDOUT = "-"
+CONFIGS = "accelerate_configs"
 FILES = {
     "png": "file for the chart; no table is printed",
     "html": "file for a page with table and chart",
@@ -38,15 +40,34 @@ def recipe_path(word: str) -> Path:
 
 
 def add_recipes(parser: argparse.ArgumentParser) -> None:
-    """Declare ``memsave recipes``, which has no flags."""
+    """Declare the flag of ``memsave recipes``."""
+    parser.add_argument("--copy", type=Path, metavar="DIR", help="copies of recipes/ and accelerate_configs/ in DIR")
     parser.set_defaults(command=_recipes)
 
 
 def _recipes(arguments: argparse.Namespace) -> None:
     folder = recipes_folder()
+    if arguments.copy is not None:
+        folder = _copied(folder, arguments.copy)
     print(folder)
     for path in sorted([*folder.glob("*.py"), *folder.glob("configs/*.yaml")]):
         print(f"  {path.relative_to(folder)}")
+
+
+def _copied(recipes: Path, target: Path) -> Path:
+    """Copy the recipes and the launch files beside them; return the folder of the copied recipes."""
+    folders = [recipes, recipes.parent / CONFIGS]
+    for taken in (target / folder.name for folder in folders):
+        if taken.exists():
+            raise InputError(f"--copy {target}: {taken} is there already; name another folder, or move it away")
+    try:
+        for folder in folders:
+            shutil.copytree(folder, target / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise InputError(
+            f"--copy {target} cannot be written ({error.strerror or error}): name another folder"
+        ) from error
+    return target / recipes.name
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

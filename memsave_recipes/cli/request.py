@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memsave_recipes.cli.flags import CONFIGS
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.targets import Target, target_of
 from memsave_recipes.planner.budget import usable_bytes
@@ -51,7 +52,6 @@ TRAFFIC = (
 TO_HOST = "a device's link to its host; --interconnect names another rate"
 COPIES = "that of copies on this CPU; --interconnect names another rate"
 MAX_GB_PER_S = 1e6
-CONFIGS = "accelerate_configs"
 FORMAT_VERSION = 1
 
 
