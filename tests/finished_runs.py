@@ -24,6 +24,7 @@ FLAGS = (
     "--disable-sync",
     "--enable-logging=stderr",
     "--v=0",
+    "--window-size=1280,900",
     "--virtual-time-budget=10000",
 )
 

@@ -72,6 +72,24 @@ def test_a_filter_hides_the_others(
     assert seen.console == []
 
 
+def test_every_column_of_the_results_is_seen_and_no_name_is_broken(
+    tmp_path: Path, browse: Callable[[str], Any]
+) -> None:
+    look = """
+      const card = document.querySelector("table").parentElement;
+      const lines = (text) => {
+        const range = document.createRange();
+        range.selectNode(text);
+        return range.getClientRects().length;
+      };
+      const names = [...document.querySelectorAll("tbody th span")].map((name) => name.firstChild);
+      const broken = names.filter((name) => lines(name) > 1);
+      const hidden = card.scrollWidth - card.clientWidth;
+      document.title = `${names.length} names, ${broken.length} broken, ${hidden} px hidden`;"""
+    seen = acted((RESULTS / "index.html").read_text(encoding="utf-8"), look, tmp_path, browse)
+    assert "<title>17 names, 0 broken, 0 px hidden</title>" in seen.html
+
+
 def test_markdown_has_a_table_for_each_model_and_a_link_for_each_row(page: Any, all_rows: list[Any]) -> None:
     text = page.results_markdown(all_rows)
     assert text.index("## vgg11") < text.index("## vit")
