@@ -148,6 +148,8 @@ def told_to_rank_0(topic: str, action: Callable[[], T], folder: Path) -> list[T]
         InputError, MemoryError, RuntimeError: on rank 0, where a rank failed.
         Exception: this rank's own.
     """
+    if not dist.is_initialized():
+        return [action()]
     result, error = _attempt(action)
     rank = dist.get_rank()
     _tell(folder, topic, rank, json.dumps([result, _failure(error)]))

@@ -6,7 +6,8 @@ NOTE [ the commit ]: OLMo-core's protocol (``train/checkpoint.py``), with digest
 3. Renaming the sibling to ``NAME`` is the commit. Then the parent is synced.
 4. Only now are older folders given up: each is renamed to ``.trash-NAME``, and then deleted.
 5. A save that fails clears its sibling and touches nothing else.
-6. Every rank writes and syncs its own shards, in a thread. Rank 0 begins before all and finishes after all.
+6. Every rank writes and syncs its own shards, or rank 0 whole weights; in a thread, where training goes on. Rank 0
+   begins before all and finishes after all.
 7. Weights that all ranks gather, file by file, are on rank 0's disk before the next file is gathered.
 """
 
@@ -70,22 +71,6 @@ class Entry(TypedDict):
     sha256: str
 
 
-def commit(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Let ``write(temporary)`` fill a folder, and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ].
-
-    Raises:
-        InputError: the disk is full, read-only or failing.
-    """
-    with disk_errors_as_input_error(folder, name):
-        temporary = begin(folder, name)
-        try:
-            write(temporary)
-            return finish(temporary, folder / name)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-
 def commit_together(
     accelerator: Accelerator,
     folder: Path,
@@ -136,18 +121,18 @@ def begin(folder: Path, name: str) -> Path:
     return temporary
 
 
-def finish(temporary: Path, target: Path, of_others: Sequence[Entry] = ()) -> Path:
+def finish(temporary: Path, target: Path, settled: Sequence[Entry] = ()) -> Path:
     """Make the filled sibling ``target``: rules 2 and 3 of NOTE [ the commit ].
 
     Args:
-        of_others: files that other ranks have written, synced and hashed: rule 6.
+        settled: files that ranks have written, synced and hashed: rule 6.
 
     Raises:
         InputError: one of these is not there.
     """
     for path in filter(Path.is_file, temporary.rglob("*")):  # safetensors lets only the owner read
         path.chmod(temporary.stat().st_mode & 0o666)
-    write_manifest(temporary, of_others)
+    write_manifest(temporary, settled)
     if target.exists():  # it was damaged, or it would not be written again
         discard(target)
     os.rename(temporary, target)
@@ -225,27 +210,23 @@ def _number_of(error: Exception) -> int:
     return int(in_text[1]) if in_text else 0
 
 
-def write_manifest(folder: Path, of_others: Sequence[Entry] = ()) -> None:
-    """Sync every file of ``folder``, then write its manifest and sync that; digests are computed meanwhile.
+def write_manifest(folder: Path, settled: Sequence[Entry] = ()) -> None:
+    """Sync every file of ``folder``, then write its manifest and sync that.
 
     Args:
-        of_others: the entries of files that other ranks have synced.
+        settled: the entries of files that this rank or others have synced.
 
     Raises:
         InputError: one of these is not there.
     """
-    known = {folder / entry["path"] for entry in of_others}
+    known = {folder / entry["path"] for entry in settled}
     for path in known:
         if not path.is_file():
             raise InputError(
                 f"--output_dir {folder.parent.parent}: rank 0 does not see {path.name}, which another rank has written "
                 "there: put it on a disk that all machines share"
             )
-    with ThreadPoolExecutor(max_workers=HASHING_THREADS) as threads:
-        digests = {path: threads.submit(sha256_of_file, path) for path in _files(folder) if path not in known}
-        for path in digests:
-            sync(path)
-        entries = [*of_others, *(_entry(folder, path, digest.result()) for path, digest in digests.items())]
+    entries = [*settled, *settle(folder, (path for path in _files(folder) if path not in known))]
     manifest = folder / MANIFEST
     manifest.write_text(_text(entries), encoding="utf-8")
     sync(manifest)
@@ -254,10 +235,13 @@ def write_manifest(folder: Path, of_others: Sequence[Entry] = ()) -> None:
     sync(folder)
 
 
-def settle(folder: Path, path: Path) -> Entry:
-    """Sync a file of ``folder``; return its entry in the manifest."""
-    sync(path)
-    return _entry(folder, path, sha256_of_file(path))
+def settle(folder: Path, paths: Iterable[Path]) -> list[Entry]:
+    """Sync files of ``folder``, and return their entries in the manifest; digests are computed meanwhile."""
+    with ThreadPoolExecutor(max_workers=HASHING_THREADS) as threads:
+        digests = {path: threads.submit(sha256_of_file, path) for path in paths}
+        for path in digests:
+            sync(path)
+        return [_entry(folder, path, digest.result()) for path, digest in digests.items()]
 
 
 def verify_manifest(folder: Path) -> None:

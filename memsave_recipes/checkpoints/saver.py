@@ -30,7 +30,6 @@ from memsave_recipes.checkpoints.commit import (
     begin,
     check_space,
     clear_leftovers,
-    commit,
     commit_together,
     discard,
     disk_errors_as_input_error,
@@ -171,7 +170,7 @@ class Resumed:
 
 
 class _Writing:
-    """A save in shards, in a daemon thread of each rank: a run that fails does not wait for it."""
+    """A save in a daemon thread of each rank: a run that fails does not wait for it."""
 
     def __init__(self, step: int, write: Callable[[], None]) -> None:
         self.step = step
@@ -205,7 +204,7 @@ class Checkpoints:
         data: of the training; without it, a resumed run does not check its data.
         data_changed_ok: go on with other data.
         lock: of the run's folder, checked at every save.
-        async_save: train on while a save in shards that ``after_step`` began is written.
+        async_save: train on while a save that ``after_step`` began is written.
     """
 
     def __init__(
@@ -307,7 +306,7 @@ class Checkpoints:
         """Save after ``step`` steps, unless that has been done; first wait for a save in the background.
 
         Args:
-            in_background: return as soon as a state in shards has been copied to the host.
+            in_background: return as soon as the state has been copied to the host.
 
         Raises:
             InputError: it could not be saved, or the one before; what was there is as it was.
@@ -379,61 +378,41 @@ class Checkpoints:
 
     def _written(self, step: int, state: Record, *, in_background: bool) -> bool:
         """Return whether the weights are finite, so that they have been saved, or are being saved."""
-        if self.training.is_sharded:
-            return self._write_by_all(step, state, in_background=in_background)
-        written = on_main_process(self.accelerator, lambda: self._write(step, state))
-        self.last_saved = step if written else self.last_saved
-        return written
-
-    def _write(self, step: int, state: Record) -> bool:
-        """Write on rank 0, which has all of the state."""
-        if self.lock is not None:
-            self.lock.keep()
-        if not self.training.is_finite():
-            return False
-        self._make_room()
-        record = self._record(step, state)
-        commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
-        prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
-        return True
-
-    def _write_by_all(self, step: int, state: Record, *, in_background: bool) -> bool:
-        """Write the shards of every rank: rule 6 of NOTE [ the commit ]."""
         if not all(gather_object([self.training.is_finite()])):
             return False
-        name, rank, topic = f"{STEP}-{step}", self.accelerator.process_index, next(_topics)
-        temporary = on_main_process(self.accelerator, lambda: self._begin(name))
-        record = self._record(step, state)
+        rank, topic, record = self.accelerator.process_index, next(_topics), self._record(step, state)
+        temporary = on_main_process(self.accelerator, lambda: self._begin(f"{STEP}-{step}"))
         mine = on_all_processes(self.accelerator, lambda: self.training.rank_state(rank, record, copied=in_background))
-        self._writing = _Writing(step, lambda: self._write_shards(step, temporary, mine, topic))
-        if not in_background:
-            self.finish_writing()
+        write = partial(self._write, step, temporary, mine, topic)
+        if in_background:
+            self._writing = _Writing(step, write)
+        else:
+            on_all_after_rank_0(self.accelerator, write)
+            self.last_saved = step
         return True
 
-    def _write_shards(self, step: int, temporary: Path, mine: RankState, topic: str) -> None:
-        """Write this rank's shards; rank 0 waits for all and commits. In a thread, so without a collective."""
+    def _write(self, step: int, temporary: Path, mine: RankState, topic: str) -> None:
+        """Write this rank's part; rank 0 waits for all and commits: rule 6 of NOTE [ the commit ]. No collective."""
         name = f"{STEP}-{step}"
 
-        def write_mine() -> Entry | None:
+        def write_mine() -> list[Entry]:
             with disk_errors_as_input_error(self.folder, name):
-                path = mine.write_tensors(temporary)
-                return None if path is None else settle(temporary, path)
+                return settle(temporary, mine.write(temporary))
 
         try:
             entries = told_to_rank_0(topic, write_mine, temporary)
             if entries is None:
                 return
             with disk_errors_as_input_error(self.folder, name):
-                mine.write_others(temporary)
-                finish(temporary, self.folder / name, [entry for entry in entries if entry is not None])
+                finish(temporary, self.folder / name, list(itertools.chain(*entries)))
             prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         except BaseException:
-            if mine.shards.rank == 0:
+            if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def _begin(self, name: str) -> Path:
-        """Make the folder that all ranks fill."""
+        """Make the folder that the ranks fill."""
         if self.lock is not None:
             self.lock.keep()
         self._make_room()

@@ -9,10 +9,8 @@ writing (https://github.com/huggingface/accelerate/issues/4099); a rank knows it
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,22 +23,10 @@ NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
 OFFSETS = "DCP_SHARDING_INFO"
 
 
-@dataclass(frozen=True, eq=False)
-class RankShards:
-    """The shards of a rank, on the host, by the tensor's name, with the header of their file."""
+def shards_of(rank: int, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the shards of ``tensors`` that ``rank``, which calls this, has to write, and the header of their file.
 
-    rank: int
-    tensors: dict[str, Tensor]
-    header: dict[str, str]
-
-
-def shards_of(rank: int, tensors: dict[str, Tensor], *, copied: bool = False) -> RankShards:
-    """Return the shards of ``tensors`` that ``rank``, which calls this, has to write. No collective.
-
-    The first of replicas is written, and by rank 0 what is not in shards.
-
-    Args:
-        copied: also where they are on the host, so that training does not change them.
+    The first of replicas is written, and by rank 0 what is not in shards. No collective.
     """
     mine: dict[str, Tensor] = {}
     offsets: dict[str, dict[str, list[int]]] = {}
@@ -51,18 +37,9 @@ def shards_of(rank: int, tensors: dict[str, Tensor], *, copied: bool = False) ->
         else:
             shard, begins, is_mine = tensor, [0] * tensor.ndim, rank == 0
         if is_mine and shard.numel():
-            mine[name] = shard.detach().to("cpu", copy=copied).contiguous()
+            mine[name] = shard.detach()
             offsets[name] = {"saved_offsets": begins}
-    return RankShards(rank, mine, {OFFSETS: json.dumps(offsets), "format": "pt"})
-
-
-def write_shards(folder: Path, shards: RankShards) -> Path | None:
-    """Write the file of a rank; ``None``, and no file, where it has no shard. No collective."""
-    if not shards.tensors:
-        return None
-    path = folder / NAME.format(shards.rank + 1)
-    save_file(shards.tensors, path, metadata=shards.header)
-    return path
+    return mine, {OFFSETS: json.dumps(offsets), "format": "pt"}
 
 
 def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:

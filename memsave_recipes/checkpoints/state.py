@@ -13,10 +13,9 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -26,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from memsave_recipes.checkpoints.shard_files import NAME, RankShards, read_shards, shards_of, write_shards
+from memsave_recipes.checkpoints.shard_files import NAME, read_shards, shards_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
+from memsave_recipes.step.host_state import copies_on_host
 from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.text import MIB
 from memsave_recipes.training.weight_average import WeightAverage
@@ -47,22 +47,58 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """The share of a rank in a state in shards: its shards of the tensors; of rank 0 all other files as well."""
+    """What a rank writes of a state.
 
-    shards: RankShards
+    Args:
+        tensors: of each safetensors file, by its name.
+        texts: the other files, by their names.
+        headers: of the files with shards, by their names.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
     texts: dict[str, str]
-    trees: dict[str, PyTree]
+    headers: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def write_tensors(self, folder: Path) -> Path | None:
-        """Write the file of the rank, if it has any shards; return its path."""
-        return write_shards(folder, self.shards)
+    @classmethod
+    def of(cls, trees: dict[str, PyTree]) -> Self:
+        """Return whole ``trees``, each by the stem of its files.
 
-    def write_others(self, folder: Path) -> None:
-        """Write the other files."""
-        for stem, text in self.texts.items():
-            (folder / f"{stem}.json").write_text(text, encoding="utf-8")
-        for stem, tree in self.trees.items():
-            write_pytree(folder, stem, tree)
+        Raises:
+            TypeError: something in one is of no known kind.
+        """
+        files, texts = {}, {}
+        for stem, tree in trees.items():
+            tensors: dict[str, Tensor] = {}
+            skeleton = _pack(tree, stem, tensors, {})
+            parts = _split(tensors)
+            files |= {_name(stem, index): part for index, part in enumerate(parts)}
+            texts[f"{stem}.json"] = _text(skeleton, len(parts))
+        return cls(files, texts)
+
+    @classmethod
+    def in_shards(cls, rank: int, trees: dict[str, PyTree], whole_trees: dict[str, PyTree]) -> Self:
+        """Return what ``rank``, which calls this, writes: its shards of ``trees``; rank 0 also what is no tensor."""
+        tensors: dict[str, Tensor] = {}
+        texts = {f"{stem}.json": _text(_pack(tree, stem, tensors, {}), None) for stem, tree in trees.items()}
+        mine, header = shards_of(rank, tensors)
+        name = NAME.format(rank + 1)
+        rest = cls.of(whole_trees)
+        files = ({name: mine} if mine else {}) | rest.tensors
+        return cls(files, texts | rest.texts if rank == 0 else {}, {name: header})
+
+    def copied(self, kept: dict[str, Tensor]) -> Self:
+        """Return the state in memory of the host, which is ``kept`` for the next copy; wait for the device once."""
+        copies = copies_on_host({name: one for part in self.tensors.values() for name, one in part.items()}, kept)
+        parts = {file: {name: copies[name] for name in part} for file, part in self.tensors.items()}
+        return replace(self, tensors=parts)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the files, and return their paths. What is on a device is copied file by file."""
+        for name, tensors in self.tensors.items():
+            save_file(_on_host(tensors), folder / name, metadata=self.headers.get(name))
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return [folder / name for name in (*self.tensors, *self.texts)]
 
 
 class TrainState:
@@ -91,6 +127,7 @@ class TrainState:
             self.stateful["average"] = average
         self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
         self.is_sharded = is_sharded(self.model)
+        self._copies: dict[str, Tensor] = {}
         self._frozen_digest: str | None = None
         if self.is_sharded:
             self._digest_of_frozen()  # here, where all ranks are
@@ -122,19 +159,18 @@ class TrainState:
                 found[part.device] += [extreme.isfinite() for extreme in part.aminmax()]  # NaN is extreme
         return all(bool(torch.stack(extremes).all()) for extremes in found.values())
 
-    def write(self, folder: Path, record: Record) -> None:
-        """Write everything and ``record`` to ``folder``. For one rank, which has all of it."""
-        for stem, tree in self._trees().items():
-            write_pytree(folder, stem, tree)
-        write_pytree(folder, FROZEN, self._digest_of_frozen())
-        write_pytree(folder, RECORD, record)
-
     def rank_state(self, rank: int, record: Record, *, copied: bool = False) -> RankState:
-        """Return what ``rank``, which calls this, writes of a state in shards now; ``copied`` as of ``shards_of``."""
-        tensors: dict[str, Tensor] = {}
-        texts = {stem: _text(_pack(tree, stem, tensors, {}), None) for stem, tree in self._trees().items()}
-        trees = {FROZEN: self._digest_of_frozen(), RECORD: deepcopy(record)}
-        return RankState(shards_of(rank, tensors, copied=copied), texts, trees)
+        """Return what ``rank``, which calls this, writes of everything and ``record``; whole weights rank 0 alone.
+
+        Args:
+            copied: to memory of the host that is used again, so that training does not change it.
+        """
+        rest = {FROZEN: self._digest_of_frozen(), RECORD: record} if rank == 0 else {}
+        if self.is_sharded:
+            state = RankState.in_shards(rank, self._trees(), rest)
+        else:
+            state = RankState.of(self._trees() | rest if rank == 0 else {})
+        return state.copied(self._copies) if copied else state
 
     def read(self, folder: Path) -> None:
         """Restore everything from ``folder``, on every rank.
@@ -249,7 +285,7 @@ def _check_numbers(saved: PyTree, present: PyTree, path: str) -> None:
 
 
 def read_record(folder: Path, keys: set[str]) -> Record:
-    """Read the record that ``TrainState.write`` saved.
+    """Read the record that was saved.
 
     Raises:
         InputError: it cannot be read, or has other keys.
@@ -283,19 +319,10 @@ def _misfit(folder: Path, error: Exception) -> str:
     return f"--resume: {folder} does not fit this run ({reason[:300]}): give the flags that it was started with"
 
 
-def write_pytree(folder: Path, stem: str, tree: PyTree) -> None:
-    """Write ``tree`` to ``folder``.
-
-    Raises:
-        TypeError: something in it is of no known kind.
-    """
-    tensors: dict[str, Tensor] = {}
-    skeleton = _pack(tree, stem, tensors, {})
-    files = _split(tensors)
-    (folder / f"{stem}.json").write_text(_text(skeleton, len(files)), encoding="utf-8")
-    for index, part in enumerate(files):
-        path = folder / _name(stem, index)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous ``tensors`` on the host, of which those on a device are copies."""
+    on_device = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
+    return {name: tensor.contiguous() for name, tensor in (tensors | copies_on_host(on_device, {})).items()}
 
 
 def is_in_shards(folder: Path) -> bool:
@@ -304,7 +331,7 @@ def is_in_shards(folder: Path) -> bool:
 
 
 def read_pytree(folder: Path, stem: str, *, mapped: bool = False, shards: dict[str, Tensor] | None = None) -> PyTree:
-    """Read the pytree that ``write_pytree`` wrote, with every tensor on the CPU.
+    """Read the pytree whose files begin with ``stem``, with every tensor on the CPU.
 
     Args:
         mapped: leave the tensors in the file, without memory, for a reader who copies them.
@@ -330,7 +357,7 @@ def read_pytree(folder: Path, stem: str, *, mapped: bool = False, shards: dict[s
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Return the bytes of the tensors that ``write_pytree`` would write."""
+    """Return the bytes of the tensors in a pytree, each once."""
     tensors: dict[str, Tensor] = {}
     _pack(tree, "", tensors, {})
     return sum(tensor.nbytes for tensor in tensors.values())

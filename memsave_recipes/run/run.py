@@ -183,5 +183,5 @@ def _with_shard(args: Any, launched: str | None) -> Any:
     if launched is not None and args.shard not in (None, launched):
         raise InputError(f"--shard {args.shard}: the launch file says {launched}: leave one of them out")
     if is_restarted() and os.environ.get("WORLD_SIZE", "1") == "1":
-        return replace(args, shard=NONE, reduce_gradients=AUTO, async_save=False)  # which are for shards
+        return replace(args, shard=NONE, reduce_gradients=AUTO)  # which are for shards
     return replace(args, shard=args.shard or launched or NONE)

@@ -15,8 +15,9 @@ NOTE [ state on the host ]
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -99,6 +100,24 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
     for size in sizes:
         slabs.place(size)
     return sum(slabs.sizes)
+
+
+@torch.no_grad()
+def copies_on_host(tensors: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy ``tensors``, by name, and wait for their devices once.
+
+    Args:
+        kept: memory of earlier copies, by name; that of new ones, pinned for devices, is added.
+    """
+    devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
+    memory = PinnedMemory(partial(torch.empty, dtype=torch.uint8, pin_memory=bool(devices)))
+    for name, tensor in tensors.items():
+        if name not in kept:
+            kept[name] = memory.empty_like(torch.empty_like(tensor, device="meta"))  # which is dense
+        kept[name].copy_(tensor, non_blocking=True)
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+    return {name: kept[name] for name in tensors}
 
 
 @dataclass(eq=False)

@@ -317,7 +317,7 @@ class CheckpointArguments:
     )
     async_save: bool = field(
         default=False,
-        metadata={"help": "with --shard: train on while a checkpoint is written, from copies on the host"},
+        metadata={"help": "train on while a checkpoint is written, from copies on the host"},
     )
     collective_timeout_minutes: float = field(
         default=30,
@@ -470,8 +470,6 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             )
         if self.in_shards:
             self._check_parts_of_shards()
-        elif self.async_save and self.shard == NONE:
-            raise InputError("--async_save copies the shards of each rank, and there are none: pass --shard full")
         if self.eval_only and self.resume:
             raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")
 

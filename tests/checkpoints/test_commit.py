@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,22 @@ import torch
 from safetensors.torch import save_file
 
 from memsave_recipes.checkpoints import commit as commit_module
-from memsave_recipes.checkpoints.commit import Damaged, check_space, clear_leftovers, commit, verify_manifest
+from memsave_recipes.checkpoints.commit import (
+    Damaged,
+    check_space,
+    clear_leftovers,
+    commit_together,
+    disk_errors_as_input_error,
+    verify_manifest,
+)
 from memsave_recipes.checkpoints.resume import committed, find_newest, prune
 from memsave_recipes.errors import InputError
+from memsave_recipes.training.launch import start_accelerator
+
+
+def commit(folder, name, write):
+    commit_together(start_accelerator(), folder, name, [write], partial(disk_errors_as_input_error, folder, name))
+    return folder / name
 
 
 def write_two_files(folder):

@@ -5,14 +5,14 @@ import torch
 from trials.run import digest
 
 from memsave_recipes.checkpoints import state as state_module
-from memsave_recipes.checkpoints.state import Unreadable, read_pytree, write_pytree
+from memsave_recipes.checkpoints.state import RankState, Unreadable, read_pytree
 
 
-def test_what_has_no_place_in_a_checkpoint_is_named(tmp_path):
+def test_what_has_no_place_in_a_checkpoint_is_named():
     with pytest.raises(TypeError, match=r"record\.when is a set"):
-        write_pytree(tmp_path, "record", {"when": {1}})
+        RankState.of({"record": {"when": {1}}})
     with pytest.raises(TypeError, match="no key of a checkpoint"):
-        write_pytree(tmp_path, "record", {(1, 2): 3})
+        RankState.of({"record": {(1, 2): 3}})
 
 
 def test_a_pytree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
@@ -23,7 +23,7 @@ def test_a_pytree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
         "groups": [{"betas": (0.9, 0.999), "lr": 1e-3 / 3, "fused": True, "foreach": None, "params": [0, 1]}],
         "strided": torch.arange(12).view(3, 4).t(),
     }
-    write_pytree(tmp_path, "optimizer", content)
+    RankState.of({"optimizer": content}).write(tmp_path)
     assert len(list(tmp_path.glob("optimizer-*.safetensors"))) == 4
     back = read_pytree(tmp_path, "optimizer")
     assert digest(back) == digest(content)

@@ -1,16 +1,20 @@
 """When a run saves, what it keeps, and what it refuses to go on from."""
 
+import errno
 import os
+import threading
 import time
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from memsave_recipes import distributed
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, TrainState
+from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, TrainState, saver
+from memsave_recipes.checkpoints.state import RankState
 from memsave_recipes.distributed import RankPoll
 from memsave_recipes.errors import InputError
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
@@ -21,11 +25,11 @@ ORDER = SampleOrder(num_samples=20, global_batch_size=4, seed=1)
 LAYOUT = BatchLayout.of(4, 2, 1)
 
 
-def make(folder, *, order=ORDER, layout=LAYOUT, **settings):
+def make(folder, *, of=None, order=ORDER, layout=LAYOUT, **settings):
     accelerator, model = start_accelerator(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    training = TrainState(accelerator, model, optimizer, scheduler)
+    training = of or TrainState(accelerator, model, optimizer, scheduler)
     return Checkpoints(accelerator, folder, training, order=order, layout=layout, **settings)
 
 
@@ -67,6 +71,65 @@ def test_a_step_is_saved_once(tmp_path):
     checkpoints.save(4, {"first": True})
     checkpoints.save(4, {"first": False})
     assert make(tmp_path).resume().state == {"first": True}
+
+
+def save_beside(folder, accelerator):
+    """A save whose writing is held back until the weights have changed; whether it was there when they had."""
+    checkpoints, goes_on, write = make(folder / "beside"), threading.Event(), RankState.write
+
+    def write_late(*args):
+        assert goes_on.wait(30)
+        return write(*args)
+
+    make(folder / "at once", of=checkpoints.training).save(1, {"done": 1})
+    with patch.object(RankState, "write", write_late):
+        checkpoints.save(1, {"done": 1}, in_background=True)
+        torch.nn.init.constant_(checkpoints.training.model.weight, 7)
+        was_there = (folder / "beside" / "step-1").exists()
+        goes_on.set()
+        checkpoints.finish_writing()
+    return was_there
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_beside_the_training_writes_the_files_of_one_at_once(run_on_ranks, tmp_path, num_ranks):
+    assert run_on_ranks(partial(save_beside, tmp_path), num_ranks) == [False] * num_ranks
+    beside, at_once = (read_files(tmp_path / name / "step-1") for name in ("beside", "at once"))
+    assert beside == at_once
+
+
+def read_files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_memory_for_a_save_beside_the_training_is_used_again(tmp_path):
+    checkpoints, places = make(tmp_path), []
+    for step in (1, 2):
+        checkpoints.save(step, {}, in_background=True)
+        state = checkpoints.training.rank_state(0, {}, copied=True)
+        places.append({name: one.data_ptr() for name, one in state.tensors["model-0.safetensors"].items()})
+    checkpoints.finish_writing()
+    assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_beside_the_training_that_fails_ends_all_ranks(run_on_ranks, tmp_path, num_ranks):
+    for line in run_on_ranks(partial(fail_beside, tmp_path), num_ranks):
+        assert "step-2 cannot be written or deleted, the disk is full" in line
+    assert names(tmp_path) == ["step-1"]
+
+
+def fail_beside(folder, accelerator):
+    checkpoints = make(folder)
+    checkpoints.save(1, {})
+    with patch.object(saver, "finish", side_effect=OSError(errno.ENOSPC, "full")):
+        checkpoints.save(2, {}, in_background=True)
+        for step in range(3, 3000):
+            try:
+                checkpoints.after_step(step, dict)
+            except InputError as error:
+                return str(error)
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])

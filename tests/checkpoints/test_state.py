@@ -11,10 +11,11 @@ from torch.optim import SGD, Adafactor, AdamW
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 from trials.run import digest
 
-from memsave_recipes.checkpoints import TrainState
-from memsave_recipes.checkpoints.commit import commit, verify_manifest
+from memsave_recipes.checkpoints import Checkpoints, TrainState
+from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.state import read_record
 from memsave_recipes.errors import InputError
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.step.update_rules import MuonWithAdamW
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import step_in_backward
@@ -100,7 +101,7 @@ def state_of(training):
 def test_every_bit_comes_back_and_training_goes_on(tmp_path, model, optimizer):
     straight = make_training(model, optimizer)
     train(straight, 3)
-    straight.write(tmp_path, {"step": 3})
+    straight.rank_state(0, {"step": 3}).write(tmp_path)
     other = make_training(model, optimizer, seed=1)
     other.read(tmp_path)
     assert state_of(other) == state_of(straight)
@@ -112,7 +113,7 @@ def test_every_bit_comes_back_and_training_goes_on(tmp_path, model, optimizer):
 def test_other_dtypes(tmp_path, dtype):
     straight = make_training(dtype=dtype)
     train(straight, 3)
-    straight.write(tmp_path, {})
+    straight.rank_state(0, {}).write(tmp_path)
     other = make_training(dtype=dtype, seed=1)
     other.read(tmp_path)
     assert state_of(other) == state_of(straight)
@@ -122,7 +123,7 @@ def test_other_dtypes(tmp_path, dtype):
 def test_an_optimizer_that_steps_in_the_backward(tmp_path, optimizer):
     straight = make_training(optimizer_name=optimizer, in_backward=True)
     train(straight, 3)
-    straight.write(tmp_path, {})
+    straight.rank_state(0, {}).write(tmp_path)
     other = make_training(optimizer_name=optimizer, in_backward=True, seed=1)
     other.read(tmp_path)
     assert train(other, 3, first=3) == train(straight, 3, first=3)
@@ -146,7 +147,7 @@ def test_an_optimizer_with_its_state_in_8_bits(tmp_path):
 
     straight, other = make(), make()
     train_linear(straight)
-    straight.write(tmp_path, {})
+    straight.rank_state(0, {}).write(tmp_path)
     other.read(tmp_path)
     for training in (straight, other):
         train_linear(training)
@@ -158,14 +159,14 @@ def test_a_loss_scaler_comes_back(tmp_path):
     for training, scale in ((one, 128.0), (other, 64.0)):
         training.stateful["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
         training.stateful["scaler"].scale(torch.ones(()))
-    one.write(tmp_path, {})
+    one.rank_state(0, {}).write(tmp_path)
     other.read(tmp_path)
     assert other.stateful["scaler"].get_scale() == 128.0
 
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     training = make_training("gpt2")
-    training.write(tmp_path, {})
+    training.rank_state(0, {}).write(tmp_path)
     parameters = sum(parameter.nbytes for parameter in training.model.parameters())
     assert parameters <= (tmp_path / "model-0.safetensors").stat().st_size < parameters + 4096
     other = make_training("gpt2", seed=1)
@@ -176,7 +177,7 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
 def test_frozen_weights_are_not_written_but_have_to_be_the_same(tmp_path):
     training = make_training("adapted")
     train(training, 1)
-    training.write(tmp_path, {})
+    training.rank_state(0, {}).write(tmp_path)
     assert (tmp_path / "model-0.safetensors").stat().st_size < 2048
     other = make_training("adapted", seed=1)
     with torch.no_grad():
@@ -191,14 +192,14 @@ def test_frozen_weights_are_not_written_but_have_to_be_the_same(tmp_path):
 def test_another_model_or_optimizer_is_refused_in_one_line(tmp_path, model, optimizer):
     training = make_training("convolutional", "adamw")
     train(training, 1)
-    training.write(tmp_path, {})
+    training.rank_state(0, {}).write(tmp_path)
     with pytest.raises(InputError, match=r"does not fit this run .*: give the flags that it was started with") as error:
         make_training(model, optimizer).read(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_model_of_other_sizes_is_refused_in_one_line(tmp_path):
-    make_training().write(tmp_path, {})
+    make_training().rank_state(0, {}).write(tmp_path)
     training = make_training()
     training.model[0] = nn.Conv2d(3, 5, 3)
     with pytest.raises(InputError, match="size mismatch") as error:
@@ -208,7 +209,7 @@ def test_a_model_of_other_sizes_is_refused_in_one_line(tmp_path):
 
 def test_the_record_comes_back_as_it_was(tmp_path):
     record = {"best": float("inf"), "clock": {"seconds": 0.1 + 0.2}, "runs": {"wandb": "x1"}, "order": (1, [2, None])}
-    make_training().write(tmp_path, record)
+    make_training().rank_state(0, record).write(tmp_path)
     assert read_record(tmp_path, set(record)) == record
 
 
@@ -227,8 +228,10 @@ def test_a_full_disk_in_the_middle_of_any_file(tmp_path, limit):
     """The limit strikes in Python's own files, in the model's, in the optimizer's."""
     training, folder = make_training("gpt2"), tmp_path / "checkpoints"
     train(training, 1)
-    commit(folder, "step-1", lambda path: training.write(path, {}))
+    samples = SampleOrder(num_samples=4, global_batch_size=4, seed=1)
+    checkpoints = Checkpoints(start_accelerator(), folder, training, order=samples, layout=BatchLayout.of(4, 4, 1))
+    checkpoints.save(1, {})
     with files_of_at_most(limit), pytest.raises(InputError, match=r"step-2 cannot be written .* may write"):
-        commit(folder, "step-2", lambda path: training.write(path, {}))
+        checkpoints.save(2, {})
     assert os.listdir(folder) == ["step-1"]
     verify_manifest(folder / "step-1")

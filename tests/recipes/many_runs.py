@@ -120,9 +120,9 @@ def _ending(*, offloads: bool):
 @contextmanager
 def _ending_late() -> Iterator[None]:
     """The run inside ends after the step after ``ENDS_AFTER``, and what it saved there is written only then."""
-    after_step, write, goes_on = Checkpoints.after_step, RankState.write_tensors, threading.Event()
+    after_step, write, goes_on = Checkpoints.after_step, RankState.write, threading.Event()
 
-    def written_late(self: RankState, folder: Path) -> Path | None:
+    def written_late(self: RankState, folder: Path) -> list[Path]:
         goes_on.wait()
         return write(self, folder)
 
@@ -135,7 +135,7 @@ def _ending_late() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, suppress(Killed):
         patch.setattr(Checkpoints, "after_step", ended)
-        patch.setattr(RankState, "write_tensors", written_late)
+        patch.setattr(RankState, "write", written_late)
         yield
         raise AssertionError(f"it did not come to step {ENDS_AFTER + 1}")
 

@@ -12,8 +12,8 @@ from ends_of_ranks import ends_of
 from lives import loaded
 from memory_budget import Budget
 
+from memsave_recipes.checkpoints import saver
 from memsave_recipes.checkpoints.resume import find_newest
-from memsave_recipes.checkpoints.state import TrainState
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import GlobalBatch
 
@@ -30,14 +30,14 @@ def limit_file_size():
 
 
 def test_a_disk_that_is_full_costs_no_checkpoint(ending, monkeypatch, limit_file_size, tmp_path):
-    write = TrainState.write
+    begin = saver.begin
 
-    def write_with_no_room_from_step_4_on(self, folder, record):
-        if record["step"] == 4:
+    def begin_with_no_room_from_step_4_on(folder, name):
+        if name == "step-4":
             limit_file_size(1_000_000)
-        write(self, folder, record)
+        return begin(folder, name)
 
-    monkeypatch.setattr(TrainState, "write", write_with_no_room_from_step_4_on)
+    monkeypatch.setattr(saver, "begin", begin_with_no_room_from_step_4_on)
     code, line = ending(*SHORT, "--save_every", "2")
     assert code == 2
     assert "step-4 cannot be written or deleted, a file would be larger" in line

@@ -24,6 +24,7 @@ RECOMPUTED = ["--activation_checkpointing", "full"]
 ACCUMULATED = ["--micro_batch_size", "2"]
 BFLOAT16 = ["--dtype", "bfloat16", "--bf16_stochastic_round"]
 SAVED = ["--save_every", "2"]
+BESIDE = ["--async_save"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ ON_ONE_DEVICE = {
     "Llama, accumulated, bf16": Case([*LLAMA, *ACCUMULATED], precision="bf16"),
     "DenseNet, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES),
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
+    "masters, written beside the training": Case([*GPT2, "--dtype", "bfloat16", *STEP], lives=(BESIDE, [])),
     "Llama, recomputed, weights": Case([*LLAMA, *RECOMPUTED], lives=(STREAMED, STREAMED)),
 }
 MORE_ON_ONE_DEVICE = {
@@ -81,12 +83,14 @@ MORE_ON_ONE_DEVICE = {
     "LoRA, weights": Case([*LLAMA, *RECOMPUTED, "--lora"], lives=(STREAMED, STREAMED)),
     "weights later": Case([*GPT2, *RECOMPUTED], lives=([], STREAMED)),
     "without first": Case(GPT2, lives=([], STATE)),
+    "written beside the training": Case([*LLAMA, "--ema_decay", "0.9"], lives=([*STATE, *BESIDE], STATE)),
     "without later": Case([*GPT2, "--optimizer", "muon"], lives=(STATE, [])),
 }
 ON_TWO_DEVICES = {
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
     "the same bits anywhere, step": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"], lives=(STEP, STEP)),
     "GPT-2, accumulated": Case([*GPT2, *ACCUMULATED], lives=KILLED),
+    "written beside the training": Case(GPT2, lives=([*STATE, *BESIDE], STATE)),
     "ViT, fp16": Case(VIT, IMAGES, precision="fp16"),
     "DenseNet": Case(DENSENET, IMAGES),
     "the same bits anywhere": Case([*LLAMA, *ACCUMULATED, "--bitwise_topology"], precision="bf16"),
@@ -97,7 +101,7 @@ IN_SHARDS = {
 MORE_IN_SHARDS = {
     "without first": Case([*LLAMA, *ACCUMULATED], precision="bf16", lives=([], STATE)),
     "without later": Case([*GPT2, "--optimizer", "sgd"], lives=(STATE, [])),
-    "written in the background": Case(GPT2, lives=([*STATE, "--async_save"], STATE)),
+    "written beside the training": Case(GPT2, lives=([*STATE, *BESIDE], STATE)),
     "Muon": Case([*LLAMA, "--optimizer", "muon"], lives=KILLED),
     "stochastic rounding": Case([*LLAMA, *BFLOAT16]),
     "ViT, bf16": Case(VIT, IMAGES, precision="bf16"),

@@ -136,7 +136,7 @@ def save_where_a_rank_fails(folder, phase, accelerator, *, in_background=False):
         raise OSError(28, "No space left on device")
 
     if phase == "part" and accelerator.process_index == 1:
-        state_module.write_shards = fail
+        state_module.RankState.write = fail
     if phase == "rest":
         saver_module.finish = fail
     try:

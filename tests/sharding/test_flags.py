@@ -82,10 +82,3 @@ def test_both_ways_to_reduce_gradients_are_open_to_a_search_alone():
         for one in flags:
             assert RecipeArguments(output_dir="run", shard="full", **one).reductions == reductions
     assert RecipeArguments(output_dir="run", **budget).reductions == (False,)
-
-
-def test_a_save_beside_the_training_is_for_shards():
-    with pytest.raises(InputError, match="--async_save copies the shards of each rank, and there are none: pass"):
-        RecipeArguments(output_dir="run", shard="none", async_save=True)
-    RecipeArguments(output_dir="run", shard="full", async_save=True)
-    RecipeArguments(output_dir="run", async_save=True)  # the launch file may imply shards

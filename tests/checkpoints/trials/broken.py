@@ -88,26 +88,25 @@ def buffers_not_restored() -> None:
 def saved_in_place() -> None:
     """Files are written where they will be looked for."""
 
-    def write(folder: Path, name: str, fill: Any) -> Path:
+    def begin(folder: Path, name: str) -> Path:
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
-        fill(target)
-        commit.write_manifest(target)
         return target
 
-    saver.commit = write
+    saver.begin = begin
+    saver.finish = lambda temporary, target, settled: commit.write_manifest(target, settled)
 
 
 def deleted_before_the_save() -> None:
     """The old checkpoints make room for the new one."""
-    original = saver.commit
+    original = saver.begin
 
-    def delete_and_write(folder: Path, name: str, fill: Any) -> Path:
+    def delete_and_begin(folder: Path, name: str) -> Path:
         for _, path in resume_module.committed(folder):
             commit.discard(path)
-        return original(folder, name, fill)
+        return original(folder, name)
 
-    saver.commit = delete_and_write
+    saver.begin = delete_and_begin
 
 
 def from_zero_when_damaged() -> None:

@@ -34,21 +34,21 @@ def fault_trial(run: Run, fault: str) -> dict[str, Any]:
 
 
 def _third_save_meets(fault: str, rank: int) -> None:
-    saves, write, write_manifest = 0, state.TrainState.write, commit.write_manifest
+    saves, write, write_manifest = 0, state.RankState.write, commit.write_manifest
 
-    def count_and_write(self: Any, folder: Any, record: Any) -> None:
+    def count_and_write(self: Any, folder: Path) -> list[Path]:
         nonlocal saves
         saves += 1
-        if saves == 3 and fault == "defect":
+        if saves == 3 and fault == "defect" and rank == 0:
             raise ZeroDivisionError("a defect")
-        write(self, folder, record)
+        return write(self, folder)
 
     def refuse(folder: Any, *others: Any) -> None:
         if saves == 3 and fault == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_manifest(folder, *others)
 
-    state.TrainState.write, commit.write_manifest = count_and_write, refuse
+    state.RankState.write, commit.write_manifest = count_and_write, refuse
 
 
 def unseen_by_rank_1(run: Run) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Kill a run again and again, at random times and at named points, and say what is not as it would have been.
 
-A run in shards is killed while it saves: at a random time in one of its saves.
+A run in shards, or one that saves beside the training, is killed at a random time in one of its saves.
 """
 
 import os
@@ -39,7 +39,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "save": (CHECKPOINTS.saver.Checkpoints, "_write", 6),
     "space": (CHECKPOINTS.saver, "check_space", 6),
     "tensors": (CHECKPOINTS.state, "save_file", 12),
-    "pytree": (CHECKPOINTS.state, "write_pytree", 30),
+    "files": (CHECKPOINTS.state.RankState, "write", 6),
     "manifest": (CHECKPOINTS.commit, "write_manifest", 6),
     "digest": (CHECKPOINTS.commit, "sha256_of_file", 40),
     "sync": (CHECKPOINTS.commit, "sync", 60),
@@ -53,7 +53,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
 OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "poll", "read"}
 MAX_KILLS = 3
 SAVES_OF_A_LIFE = 4
-"""At most, of a run in shards that is killed: so that each of its lives comes to a save."""
+"""At most, of a run that is killed in one: so that each of its lives comes to a save."""
 FIRST_SAVE_S = 0.05
 """About as long as the first save of a life takes; for a later one, the one before says it."""
 
@@ -101,7 +101,7 @@ def kill_and_finish(run: Run, chance: random.Random, seconds: float) -> int:
 def killed_life(run: Run, chance: random.Random, seconds: float) -> list[int | None]:
     """A life with a kill, at a named point or at a random time, of one rank or of all."""
     victims = chance.choice([[rank] for rank in range(run.world)] + [list(range(run.world))])
-    if run.shard != "none":
+    if run.shard != "none" or run.beside:
         nth, share = chance.randint(1, SAVES_OF_A_LIFE), chance.random()
         return Life(run, partial(prepare_to_die_saving, victims, nth, share, run.beside)).end()
     if chance.random() < 0.5:
@@ -127,7 +127,7 @@ def prepare_to_die_saving(victims: list[int], nth: int, share: float, beside: bo
     """Let the first victim end itself, or its whole group, in its n-th save, when a share of that has passed."""
     if rank != victims[0]:
         return
-    write = CHECKPOINTS.saver.Checkpoints._write_by_all
+    write = CHECKPOINTS.saver.Checkpoints._written
     seconds, calls = FIRST_SAVE_S, 0
 
     def write_and_die(*args: Any, **options: Any) -> bool:
@@ -142,7 +142,7 @@ def prepare_to_die_saving(victims: list[int], nth: int, share: float, beside: bo
         seconds = FIRST_SAVE_S if beside else time.monotonic() - began
         return written
 
-    CHECKPOINTS.saver.Checkpoints._write_by_all = write_and_die
+    CHECKPOINTS.saver.Checkpoints._written = write_and_die
 
 
 def arm(everyone: bool, point: str, before: bool, nth: int) -> None:

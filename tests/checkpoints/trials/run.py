@@ -39,7 +39,7 @@ class Run:
         folder: its output folder; the checkpoints are in ``checkpoints/`` there.
         recipe: whether the image recipe trains, and not the loop of this module.
         shard: as the flag.
-        beside: whether saves in shards are written beside the training.
+        beside: whether saves are written beside the training.
         broken: the defect that it has, see ``trials/broken.py``.
         step_s: sleeps so long in each step.
     """
