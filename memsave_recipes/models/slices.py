@@ -89,6 +89,11 @@ def take_whole(model: nn.Module, names: Collection[str]) -> None:
     _OF_MODELS[model] = replace(slices, unread={one: read for one, read in slices.unread.items() if one not in here})
 
 
+def let_go_of_stand_ins(model: nn.Module) -> None:
+    """Keep no stand-in any more, once each rank has its rows of all weights."""
+    _OF_MODELS[model] = Slices(line=slices_of(model).line)
+
+
 def made_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:
     """Note that slices of ``model`` were asked for, and why all weights are there."""
     _OF_MODELS[model] = Slices(line=f"weights: every rank has all of them first, because {why}")

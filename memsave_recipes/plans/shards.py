@@ -49,6 +49,7 @@ class ShardedUnit:
         parts: the names of the blocks of a chain, and of its parts between them, whose modules they belong to; the root
             has none.
         gathered_bytes: of the weights.
+        rounding_bytes: that a device's allocator adds to the weights, each of which has memory of its own.
         reduced_bytes: of the gradients of those that train.
         copied_bytes: of padded copies of gradients while they are reduced.
         frees_last: whether the buffer of the unit before is freed when its own is filled, and not when that is copied.
@@ -59,6 +60,7 @@ class ShardedUnit:
     parts: frozenset[str]
     gathered_bytes: int
     reduced_bytes: int
+    rounding_bytes: int = 0
     copied_bytes: int = 0
     frees_last: bool = False
     stays: bool = False
@@ -160,7 +162,7 @@ class _MicroBatch:
     def _now(self, point: TimelinePoint, extra_bytes: int = 0) -> TimelinePoint:
         """Return ``point`` with the gradients and the traffic of this moment."""
         buffers = [*self.whole, *self.incoming, *([self.behind] if self.behind else [])]
-        gathered_bytes = sum(unit.gathered_bytes for unit in buffers)
+        gathered_bytes = sum(unit.gathered_bytes for unit in buffers) + sum(unit.rounding_bytes for unit in self.whole)
         reduced_bytes = self.leaving.reduced_bytes if self.leaving else 0
         shards_bytes = sum(unit.reduced_bytes for unit in self.reduced) // self.shards.num_ranks
         if self.shards.accumulates and self.shards.num_replicas == 1:  # rule 5

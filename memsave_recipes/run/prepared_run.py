@@ -10,7 +10,7 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.streaming import leave_to_this_rank, stream_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import check_merging
-from memsave_recipes.models.slices import slices_of
+from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
 from memsave_recipes.planner.search import Candidate, reduction_line
 from memsave_recipes.planner.task import Task
 from memsave_recipes.profiling.preserve_state import preserve_state
@@ -79,6 +79,7 @@ class PreparedRun:
                 "every bit, such as full or budget:bitwise"
             )
         shard(trained, self.unwrapped, plan, groups, accelerator.device, args.shard, slices_of(self.unwrapped).unread)
+        let_go_of_stand_ins(self.unwrapped)
         self._joint_blocks = joint_blocks(plan)
         accelerator.print(groups.describe())
         return found

@@ -24,6 +24,7 @@ from memsave_recipes.activations.blocks import CalledLayers, Stack
 from memsave_recipes.activations.tiles import is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.shards import ShardedUnit
 
 LEAST = 2
@@ -111,9 +112,11 @@ def _in_bytes(
     weights = list(weights)
     trained = [weight for weight in weights if weight.requires_grad]
     uneven = [weight for weight in trained if weight.shape[0] % num_ranks]
+    sizes = [num_ranks * shard.nbytes for shard in largest_shards(weights, num_ranks)]
     return ShardedUnit(
         parts=frozenset(parts),
-        gathered_bytes=num_ranks * shards_bytes(weights, num_ranks),
+        gathered_bytes=sum(sizes),
+        rounding_bytes=allocated_bytes(sizes, on_cpu=on_cpu) - sum(sizes),
         reduced_bytes=num_ranks * shards_bytes(trained, num_ranks),
         copied_bytes=num_ranks * shards_bytes(uneven, num_ranks) if on_cpu else 0,
         frees_last=torch.__version__ >= "2.15",

@@ -1,5 +1,6 @@
 """What fills the weights of a model from scratch is recorded, and done again with the same bits; or it is refused."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from memsave_recipes.models.deferred_init import deferred_init
-from memsave_recipes.models.slices import WholeOnly, slices_of
+from memsave_recipes.models.slices import WholeOnly, let_go_of_stand_ins, slices_of
 
 CPU = torch.device("cpu")
 
@@ -53,6 +54,15 @@ def test_whatever_fills_a_weight_in_place_is_done_again(make):
     later, as_ever = drawn(make)
     assert later.keys() == as_ever.keys()
     assert all(torch.equal(later[name], as_ever[name]) for name in as_ever)
+
+
+def test_stand_ins_do_not_outlive_their_use():
+    module = deferred_init(partial(nn.Linear, 3, 4), torch.float32, CPU)
+    stand_in = weakref.ref(module.weight)
+    module.weight = None
+    assert stand_in() is not None
+    let_go_of_stand_ins(module)
+    assert stand_in() is None
 
 
 class Buffered(Filled):

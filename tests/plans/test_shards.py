@@ -72,6 +72,16 @@ def test_the_buffer_before_may_be_freed_when_the_next_is_filled():
     ]
 
 
+def test_weights_have_memory_of_their_own_and_buffers_do_not():
+    units = tuple(replace(one, rounding_bytes=1) for one in SHARDS.units)
+    assert moments(replace(SHARDS, units=units))[:4] == [
+        ("gathering", "a", 0, 81),
+        ("forward", "a", 0, 81),
+        ("gathering", "b", 0, 40 + 121),
+        ("forward", "b", 0, 121),
+    ]
+
+
 def test_what_else_is_live_when_weights_and_gradients_travel():
     live = {
         (point.phase, point.block): point.total_bytes - RESIDENT - point.gradients_bytes - point.traffic_bytes

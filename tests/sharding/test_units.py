@@ -6,7 +6,7 @@ from torch import nn
 
 from memsave_recipes.activations import find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.sharding.units import joint_blocks, units_of
+from memsave_recipes.sharding.units import joint_blocks, sharded_units, units_of
 
 
 def names_of_units(model, strategy="none"):
@@ -35,6 +35,16 @@ def test_layers_that_recompute_together_are_one_unit():
         ["model.layers.3"],
     ]
     assert joint_blocks(plan_blocks(model, "segments:2")) == [("model.layers.0", "model.layers.1")]
+
+
+def test_a_device_gives_each_gathered_weight_whole_blocks():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))  # 5 rows are 3 each of 2 ranks
+    (first, second), (on_cpu, _) = (
+        sharded_units(model, plan_blocks(model, "none"), 2, "full", on_cpu=on_cpu) for on_cpu in (False, True)
+    )
+    assert (first.gathered_bytes, first.rounding_bytes) == (4 * (6 * 3 + 6), 2 * 512 - 96)
+    assert (second.gathered_bytes, second.rounding_bytes) == (4 * (4 * 5 + 4), 2 * 512 - 96)
+    assert on_cpu.rounding_bytes == 0
 
 
 def test_blocks_of_a_sequence_stay_units_under_any_plan():
