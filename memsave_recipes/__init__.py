@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memsave_recipes.planner.task import Task, estimate
     from memsave_recipes.plans import Plan
     from memsave_recipes.step.host_state import keep_state_on_host
+    from memsave_recipes.step.host_step import step_on_host
     from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 __version__ = "0.2.0"
@@ -44,6 +45,7 @@ __all__ = [
     "linear_cross_entropy",
     "make_plan",
     "prepare",
+    "step_on_host",
     "verify",
 ]
 
@@ -60,6 +62,7 @@ _MODULES = {
     "planner.task": ("Task", "estimate"),
     "plans": ("Plan",),
     "step.host_state": ("keep_state_on_host",),
+    "step.host_step": ("step_on_host",),
     "training.arguments": ("OptimizerArguments", "RunArguments"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

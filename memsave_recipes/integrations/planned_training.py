@@ -44,6 +44,7 @@ from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
 from memsave_recipes.profiling.preserve_state import device_of, preserve_attributes
+from memsave_recipes.step.host_step import LEAVING_BYTES, masters_of
 from memsave_recipes.text import GIB, ProgressBar, format_bytes
 
 
@@ -344,6 +345,9 @@ class PlannedTraining:
         """Return the static memory; under DDP gradients live in its buckets, as in ``static_memory_of``."""
         trained = (parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         trained_bytes = allocated_bytes(trained, on_cpu=self.device.type == "cpu")
+        if masters_of(self.optimizer) is not None and self.ranks.number == 1:
+            leaving = LEAVING_BYTES if self.gradients_resident else min(trained_bytes, LEAVING_BYTES)
+            return StaticMemory(sums_bytes=leaving, gradients_stay=False)
         buckets_bytes = trained_bytes if self.ranks.number > 1 else 0
         return replace(
             static_of(self.optimizer),

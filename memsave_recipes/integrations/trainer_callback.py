@@ -22,8 +22,9 @@ from memsave_recipes.integrations.planned_training import (
 from memsave_recipes.planner.make_plan import torch_optimizer
 from memsave_recipes.profiling.preserve_state import replaced
 from memsave_recipes.step.host_state import is_on_host, keep_state_on_host
+from memsave_recipes.step.host_step import HostMasters, masters_of, scale_on_host, step_on_host
 
-OFFLOADS = ("none", "state")
+OFFLOADS = ("none", "state", "step")
 SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -35,7 +36,8 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
         strategy, blocks: as of ``make_plan``.
-        offload_optimizer: ``none``, or ``state``: that waits on the host, also after the training.
+        offload_optimizer: ``none``; ``state``: that waits on the host, also after the training; or ``step``: gradients
+            leave for the host, which clips them and steps copies of the weights.
 
     Raises:
         InputError: settings that exclude one another; when training begins: arguments of the trainer that exclude a
@@ -53,14 +55,14 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         super().__init__(budget_gib, strategy=strategy, blocks=blocks)
         if offload_optimizer not in OFFLOADS:
             raise InputError(f"offload_optimizer {offload_optimizer!r}: it must be {' or '.join(OFFLOADS)}")
-        self.offloads = offload_optimizer != "none"
+        self.offload_optimizer = offload_optimizer
 
     def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Refuse arguments before ``train()`` acts on them; see to the optimizer before a checkpoint is loaded."""
         _check_arguments(args)
-        if self.offloads:
+        if self.offload_optimizer != "none":
             trainer = _calling_trainer()
-            trainer.create_optimizer = _offloading(trainer.create_optimizer)
+            trainer.create_optimizer = _offloading(trainer, by_step=self.offload_optimizer == "step")
 
     def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Wrap the trainer's ``compute_loss``."""
@@ -70,7 +72,8 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         _check_trainer(trainer)
         refuse_several(trainer.callback_handler.callbacks)
         check_model(trainer.model_wrapped)
-        if self.offloads and args.device.type != "cpu" and not is_on_host(torch_optimizer(trainer.optimizer)):
+        optimizer = torch_optimizer(trainer.optimizer)
+        if self.offload_optimizer != "none" and args.device.type != "cpu" and not _is_offloaded(optimizer):
             raise InputError(
                 "offload_optimizer: the optimizer was made before the callback came: pass callbacks=[...] to "
                 f"{type(trainer).__name__}"
@@ -87,6 +90,10 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         patches = self.training.on_remove
         patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
         patches.enter_context(replaced(trainer, "training_step", step))
+        if (masters := masters_of(optimizer)) is not None:
+            clip = _clipping(masters, trainer.accelerator)
+            patches.enter_context(replaced(trainer.accelerator, "clip_grad_norm_", clip))
+            scale_on_host(trainer.accelerator.scaler)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a trainer that never calls ``compute_loss``, before it changes a weight."""
@@ -107,17 +114,33 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         self.remove()
 
 
-def _offloading(create_optimizer: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """Return ``create_optimizer`` that keeps the state of what it returns on the host."""
+def _offloading(trainer: Any, *, by_step: bool) -> Callable[..., Optimizer]:
+    """Return the trainer's ``create_optimizer``; what that makes keeps its state on the host, or steps there."""
+    create_optimizer: Callable[..., Optimizer] = trainer.create_optimizer
 
     def create(*args: Any, **named: Any) -> Optimizer:
         optimizer = create_optimizer(*args, **named)
         inside = torch_optimizer(optimizer)  # of a second training, in which Accelerate has wrapped it
-        if not is_on_host(inside):
+        if by_step and not _is_offloaded(inside):
+            step_on_host(trainer.model, inside)
+        elif not _is_offloaded(inside):
             keep_state_on_host(inside)
         return optimizer
 
     return create
+
+
+def _is_offloaded(optimizer: Optimizer) -> bool:
+    return is_on_host(optimizer) or masters_of(optimizer) is not None
+
+
+def _clipping(masters: HostMasters, accelerator: Any) -> Callable[..., Tensor]:
+    """Return ``accelerator.clip_grad_norm_`` of all gradients of a step, which ``masters`` have on the host."""
+
+    def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        return masters.clip(max_norm, accelerator.unscale_gradients)
+
+    return clip
 
 
 def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.step.host_state import is_on_host, kind_of, pieces_of, waits
+from memsave_recipes.step.host_step import masters_of
 from memsave_recipes.text import GIB, ProgressBar, gib_that_suffice, to_gib
 
 MAX_GIB = 1e6
@@ -110,9 +111,11 @@ def make_plan(
 def static_of(optimizer: Optimizer) -> StaticMemory:
     """Return the state of an optimizer, or of a wrapper of it, and the temporaries of its update.
 
-    State that waits on the host counts among these, for two pieces of the parameters.
+    State that waits on the host counts among these, for two pieces of the parameters; one that steps there has none.
     """
     optimizer = torch_optimizer(optimizer)
+    if masters_of(optimizer) is not None:
+        return StaticMemory()
     update_bytes = update_bytes_of(optimizer) + _visiting_bytes(optimizer)
     return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes)
 

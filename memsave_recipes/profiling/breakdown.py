@@ -28,7 +28,7 @@ from memsave_recipes.activations.streaming import resident_tensors
 from memsave_recipes.processes import only_errors_of_c10
 from memsave_recipes.profiling.preserve_state import hooked
 from memsave_recipes.sharding.shards import noting_gathered
-from memsave_recipes.sharding.tensors import local, locals_of
+from memsave_recipes.sharding.tensors import locals_of
 
 # Kineto announces every start and stop on stderr; this is the level above its loudest message.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -185,7 +185,7 @@ def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, kept:
     return [
         Label(Use.PARAMETERS, storages_of(resident_tensors(model))),
         Label(Use.GRADIENTS, storages_of(_gradients(model))),
-        Label(Use.OPTIMIZER_STATE, storages_of([*_state(optimizer), *kept])),
+        Label(Use.OPTIMIZER_STATE, storages_of([*_state(model, optimizer), *kept])),
     ]
 
 
@@ -193,11 +193,12 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of its state that are where the parameter is, and not on the host."""
-    for parameter, entry in optimizer.state.items():
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of its state that are where the model is, and not on the host."""
+    devices = {tensor.device for tensor in locals_of(resident_tensors(model))}
+    for entry in optimizer.state.values():
         tensors = locals_of(value for value in entry.values() if isinstance(value, Tensor))
-        yield from (tensor for tensor in tensors if tensor.device == local(parameter).device)
+        yield from (tensor for tensor in tensors if tensor.device in devices)
 
 
 @contextmanager
@@ -220,7 +221,7 @@ def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Label
         labels.add(Use.GRADIENTS, [weight.grad for weight in weights if weight.grad is not None])
 
     def label_state(*_: object) -> None:
-        labels.add(Use.OPTIMIZER_STATE, _state(optimizer))
+        labels.add(Use.OPTIMIZER_STATE, _state(model, optimizer))
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]

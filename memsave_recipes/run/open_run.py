@@ -67,7 +67,7 @@ class OpenRun:
             check_precision(args.shard, accelerator.mixed_precision)
         layout = self.args.layout(accelerator.num_processes)
         streams = self.flags.get("stream_weights") == "host"
-        check_offload(args, layout, accelerator.mixed_precision, streams=streams)
+        check_offload(args, layout, streams=streams)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
     def chose(self, **flags: Any) -> None:

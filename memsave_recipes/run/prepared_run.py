@@ -19,9 +19,10 @@ from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.open_run import OpenRun
 from memsave_recipes.run.run_plan import choose_in_shards, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
-from memsave_recipes.sharding import ShardGroups, shard
+from memsave_recipes.sharding import ShardGroups, is_sharded, shard
 from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
+from memsave_recipes.step.host_step import masters_of, scale_on_host
 from memsave_recipes.step.settings import PER_MICRO_BATCH, PER_STEP
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import (
@@ -54,6 +55,8 @@ class PreparedRun:
         in_shards = None if groups is None else self._shard(task, trained, groups)
         optimizer, self.scheduler = self._make_optimizer()
         self.model, self.optimizer = self._prepare(trained, optimizer)
+        if masters_of(optimizer) is not None:
+            scale_on_host(accelerator.scaler)
         loss_of = self.loss_of = partial(task.loss_of, self.model)
         if run.flags.get("lora_merge"):
             with preserve_state(self.model, accelerator.device):
@@ -87,7 +90,7 @@ class PreparedRun:
     def _make_optimizer(self) -> tuple[Optimizer, LRScheduler]:
         args, model = self.run.args, self.unwrapped
         layout = self.batches.layout
-        leaves = layout.num_processes == 1 and layout.needs_all_gradients is None
+        leaves = (layout.num_processes == 1 or is_sharded(model)) and layout.needs_all_gradients is None
         optimizer = make_optimizer(args, model, seed=args.seed, leaves_in_backward=leaves)
         notices = [describe_state_in_shards(args, model), describe_lost_updates(args, model)]
         print_lines(self.run.accelerator, *filter(None, notices))

@@ -74,12 +74,29 @@ def cut_like(tensor: Tensor, other: Tensor | None) -> Tensor:
     return cut
 
 
+@torch.no_grad()
 def with_part(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor in the shards of ``like``, and of its size, of which this rank has ``part``. No collective."""
+    """The tensor in the shards of ``like``, and of its size, of which this rank has ``part``. No collective.
+
+    It is where ``part`` is; ``DTensor.from_local`` would bring that to the device of the mesh.
+    """
     if not isinstance(like, DTensor):
         return part
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    cut = torch.empty_like(like, dtype=part.dtype, device=part.device, requires_grad=False)
+    local(cut).data = part
+    return cut
+
+
+def norms_over_ranks(norms: Tensor, like: Tensor) -> Tensor:
+    """The norms of tensors in the shards of ``like``, by the ``norms`` of this rank's parts, (n,), on the host.
+
+    A collective within the groups that hold one model, on the device of ``like``.
+    """
+    if not isinstance(like, DTensor):
+        return norms
+    squares = norms.to(local(like).device, non_blocking=True) ** 2
+    dist.all_reduce(squares, group=_group(like))
+    return (squares**0.5).cpu()
 
 
 def collected(part: Tensor, like: DTensor, rank: int) -> Tensor | None:

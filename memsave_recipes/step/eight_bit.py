@@ -141,7 +141,8 @@ def _scales_in_shards(scales: Tensor, parameter: Tensor) -> Tensor:
         return scales
     part = torch.zeros(_most_blocks(parameter), dtype=torch.float32, device=local(parameter).device)
     part[: len(scales)] = scales
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
+    scales = DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
+    return scales.to(part.device)  # from that of the mesh
 
 
 def _dequantised(part: Tensor, scales: Tensor, codes: Tensor, begin: int) -> Tensor:

@@ -313,17 +313,22 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer]:
     return optimizer.kind if isinstance(optimizer, _OptimizerOnHost) else type(optimizer)
 
 
+def refuse_scheduled(optimizer: Optimizer) -> None:
+    """Raise ``InputError`` where a schedule has taken the ``step`` of ``optimizer``."""
+    if "step" in vars(optimizer):
+        raise InputError(
+            "offload_optimizer: a schedule holds the optimizer's step already: keep its state on the host before the "
+            "schedule is made"
+        )
+
+
 def move_state(optimizer: Optimizer, on_host: StateOnHost) -> None:
     """Let ``on_host`` move the state of ``optimizer``, which stays what it is.
 
     Raises:
         InputError: as ``keep_state_on_host``.
     """
-    if "step" in vars(optimizer):
-        raise InputError(
-            "offload_optimizer: a schedule holds the optimizer's step already: keep its state on the host before the "
-            "schedule is made"
-        )
+    refuse_scheduled(optimizer)
     kind: Any = type(optimizer)
     moved: Any = optimizer
     moved.__class__ = type(kind.__name__, (_OptimizerOnHost, kind), {"on_host": on_host, "kind": kind})

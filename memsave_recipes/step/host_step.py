@@ -25,12 +25,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
 from memsave_recipes.activations.offload import Copies, SideStream
 from memsave_recipes.activations.streaming import WeightStream
-from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, pieces_of
+from memsave_recipes.sharding.tensors import is_sharded, local, norms_over_ranks, with_part
+from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, may_leave, pieces_of, refuse_scheduled
 
 LEAVING_BYTES = 2**26
 """Of gradients whose copies are not done, at most, besides the newest one."""
@@ -65,19 +69,22 @@ class HostMasters:
         self._waiting = set(waiting)
         memory = PinnedMemory(down.empty_on_host)
 
+        def empty_like(weight: nn.Parameter) -> Tensor:
+            return with_part(memory.empty_like(local(weight.detach()), dtype), weight)
+
         def master(weight: nn.Parameter) -> nn.Parameter:
             is_one = weight in self._waiting and weight.dtype == (dtype or weight.dtype)
-            return weight if is_one else nn.Parameter(memory.empty_like(weight.detach(), dtype))
+            return weight if is_one else nn.Parameter(empty_like(weight))
 
         self.of = {weight: master(weight) for weight in parameters}
-        self._sums = {one: memory.empty_like(one.detach(), dtype) for one in self.of}
+        self._sums = {one: empty_like(one) for one in self.of}
         self._weights: dict[Tensor, nn.Parameter] = {master: one for one, master in self.of.items()}
         self._stream: WeightStream | None = None
         self._are_current = False
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._last: Any = None
         self._adder = ThreadPoolExecutor(1, "gradients")
-        self._ring = _Ring(ring_bytes(self.of), down.empty_on_host)
+        self._ring = _Ring(ring_bytes(local(one).nbytes for one in self.of), down.empty_on_host)
 
     def leave_in_backward(self) -> None:
         """Let every gradient leave the device as soon as it is there."""
@@ -97,7 +104,7 @@ class HostMasters:
     def take(self, saved: Mapping[Tensor, Tensor]) -> None:
         """Give every master its bits of those ``saved``, else those of its weight."""
         for master, weight in self._weights.items():
-            master.copy_(saved.get(master, weight))
+            local(master).copy_(local(saved.get(master, weight)))
         self._are_current = True
 
     @torch.no_grad()
@@ -115,6 +122,22 @@ class HostMasters:
             self._last.synchronize()
         self._ring.drain()
 
+    @torch.no_grad()
+    def clip(self, max_norm: float, unscale: Callable[[], Any] | None = None) -> Tensor:
+        """Clip the gradients of the step by the norm of all of them, over all ranks; return that, on the host.
+
+        Args:
+            unscale: divides them by the scale of the loss, if there is one.
+        """
+        self.collect()
+        if unscale is not None:
+            unscale()
+        stepped = {master: weight for master, weight in self._weights.items() if master.grad is not None}
+        norms = torch.stack([vector_norm(local(master.grad)) for master in stepped])
+        norm = vector_norm(norms_over_ranks(norms, next(iter(stepped.values()))))
+        nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
+        return norm
+
     def _leave(self, weight: nn.Parameter) -> None:
         gradient, weight.grad = weight.grad, None
         assert gradient is not None, "called where there is one"
@@ -123,7 +146,7 @@ class HostMasters:
     @torch.no_grad()
     def take_gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Begin to copy a gradient of ``weight`` to the host, to be added to those of the step."""
-        master, total = self.of[weight], self._sums[weight]
+        master, total, gradient = self.of[weight], local(self._sums[weight]), local(gradient)
         if gradient.stride() != total.stride():  # copied in the layout of its memory alone
             gradient = torch.empty_strided(
                 total.size(), total.stride(), dtype=gradient.dtype, device=gradient.device
@@ -135,7 +158,7 @@ class HostMasters:
             self._last = self._down.start([(staged, gradient)])
             added = self._adder.submit(_add, total, staged, after=self._last, is_first=master.grad is None)
             self._ring.give_back(added.result)
-        master.grad = total
+        master.grad = self._sums[weight]
         self._leaving.append((self._last, gradient))
         self._free_leaving(LEAVING_BYTES)
 
@@ -149,7 +172,7 @@ class HostMasters:
     def send(self, masters: list[Tensor]) -> None:
         """Begin to copy stepped ``masters`` to the device, in the dtype of the weights."""
         for master in masters:
-            weight, source = self._weights[master].detach(), master.detach()
+            weight, source = local(self._weights[master].detach()), local(master.detach())
             if self._weights[master] in self._waiting:
                 weight.copy_(source)
             elif weight.dtype == source.dtype:
@@ -165,10 +188,9 @@ class HostMasters:
             self._up.wait(self._last)
 
 
-def ring_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of pinned memory for copies that the host reads or casts: for the largest of ``parameters``."""
-    largest = max((one.nbytes for one in parameters), default=0)
-    return max(STAGED_BYTES, 1 << (largest + ALIGNMENT).bit_length())
+def ring_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of pinned memory for copies of parameters of these sizes, which the host reads or casts."""
+    return max(STAGED_BYTES, 1 << (max(sizes, default=0) + ALIGNMENT).bit_length())
 
 
 def _add(total: Tensor, gradient: Tensor, *, after: Any, is_first: bool) -> None:
@@ -279,6 +301,41 @@ def step_masters(
     if leave_in_backward:
         masters.leave_in_backward()
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # nothing on the device says found_inf
+
+
+def step_on_host(model: nn.Module, optimizer: Optimizer) -> None:
+    """Let ``optimizer`` step float32 copies of the parameters of ``model`` on the host, where their gradients go.
+
+    Clip by ``optimizer.masters.clip(max_norm)``: the parameters of the model have no gradients. On a CPU all stays
+    where it is, and a warning says so.
+
+    Args:
+        model: on its device.
+        optimizer: torch's own, before its first step, and before a schedule or another wrapper takes it.
+
+    Raises:
+        InputError: a schedule has taken its ``step`` already.
+    """
+    groups = optimizer.param_groups
+    trained = {one for group in groups for one in group["params"] if one.requires_grad}
+    device = local(next(iter(trained))).device
+    if not may_leave(device):
+        return
+    refuse_scheduled(optimizer)
+    masters = masters_on_host([one for one in model.parameters() if one in trained], device, torch.float32)
+    for group in groups:
+        group["params"] = [masters.of[one] for one in group["params"] if one in trained]
+    reduces_first = dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model)
+    step_masters(optimizer, masters, leave_in_backward=not reduces_first)
+
+
+def scale_on_host(scaler: GradScaler | None) -> None:
+    """Let the ``scaler`` of the loss keep its numbers on the host, where gradients are unscaled: before its first use.
+
+    It would bring them there by copies that it does not wait for.
+    """
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))
 
 
 def masters_on_host(

@@ -179,7 +179,8 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
     pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained)])
     states = (_state_sizes(name, map(master, share), optim.momentum, num_ranks) for name, share in shares.items())
-    return pinned + ring_bytes(trained) + sum(map(sum, states))
+    ring = ring_bytes(part_numel(one, num_ranks or 1) * one.element_size() for one in trained)
+    return pinned + ring + sum(map(sum, states))
 
 
 def _stepped_together(

@@ -221,11 +221,10 @@ def clip_gradients(
     """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
     if optim.optimizer_in_backward:
         return None
-    parameters, masters = model.parameters(), masters_of(optimizer)
+    max_norm, masters = optim.max_grad_norm or float("inf"), masters_of(optimizer)
     if masters is not None:
-        masters.collect()
-        parameters = iter(masters.of.values())
-    norm: Tensor = accelerator.clip_grad_norm_(parameters, optim.max_grad_norm or float("inf"))
+        return masters.clip(max_norm, accelerator.unscale_gradients)
+    norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), max_norm)
     return whole(norm)
 
 
@@ -245,20 +244,18 @@ def check_in_backward(
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
 
 
-def check_offload(optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, streams: bool) -> None:
+def check_offload(optim: OptimizerArguments, layout: BatchLayout, *, streams: bool) -> None:
     """Refuse what needs gradients, or the weights that are streamed, on the device.
 
     Args:
         streams: whether weights of layers wait on the host.
 
     Raises:
-        InputError: ``--offload_optimizer step`` under fp16; or beside ``--stream_weights`` several ranks, a layout that
-            adds up all gradients first, or an average of the weights.
+        InputError: ``--offload_optimizer step`` with ``--stream_weights`` beside several ranks, a layout that adds up
+            all gradients first, or an average of the weights.
     """
     if optim.offload_optimizer != "step":
         return
-    if mixed_precision == "fp16":
-        raise InputError("--offload_optimizer step: fp16 scales the loss on the device: take bf16, or state")
     reasons = {
         f"{layout.num_processes} ranks reduce gradients on their devices: launch one process": layout.num_processes > 1,
         f"{layout.needs_all_gradients}: leave one of them out": layout.needs_all_gradients is not None,

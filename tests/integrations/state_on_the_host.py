@@ -15,10 +15,19 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import memsave_recipes as memsave
-from memsave_recipes.step import host_state
+from memsave_recipes.integrations import planned_training
+from memsave_recipes.step import host_state, host_step
 
 ARGUMENTS = {**BASE, "use_cpu": False, "per_device_train_batch_size": 4, "max_steps": 4}
 SAVES = {"save_strategy": "steps", "save_steps": 2}
+PRECISIONS = {
+    "float32": {},
+    "bfloat16": {"bf16": True, "gradient_accumulation_steps": 2},
+    "float16": {"fp16": True, "max_grad_norm": 0.1},
+}
+RESUMED = [("float32-state", "state"), ("without", "state"), ("float32-state", "none")]
+RESUMED += [("float32-step", "step"), ("without", "step"), ("float32-step", "none")]
+"""What the training that saved had on the host, and the one that goes on."""
 
 
 class PeakAtBegin(TrainerCallback):
@@ -42,9 +51,12 @@ def train(folder, offload_optimizer, *, resume=None, **arguments):
         callbacks=[callback, peak],
     )
     trainer.train(resume_from_checkpoint=resume)
-    assert_waits(trainer.optimizer, on_host=offload_optimizer == "state")
-    peak_of_step = torch.cuda.max_memory_allocated() - before
-    assert peak_of_step == pytest.approx(callback.plan.prediction.peak_bytes, rel=0.03)
+    assert_waits(trainer.optimizer, on_host=offload_optimizer != "none")
+    peak_of_step, predicted = torch.cuda.max_memory_allocated() - before, callback.plan.prediction.peak_bytes
+    assert peak_of_step <= 1.03 * predicted
+    assert (
+        predicted <= (1.6 if offload_optimizer == "step" else 1.03) * peak_of_step
+    )  # all gradients may be on their way
     return on_host(trainer.model), peak.peak_bytes - before
 
 
@@ -116,21 +128,24 @@ def fit(folder, keeps, *, epochs=2, resume=None):
 
 def main(folder: Path) -> None:
     host_state.PIECE_BYTES = 2**15
+    planned_training.LEAVING_BYTES = host_step.LEAVING_BYTES = 2**14
     refuse_a_late_callback(folder / "late")
     expected, _ = train(folder / "without", "none", **SAVES)
     weights_bytes = sum(weight.nbytes for weight in expected.values())
-    for name, precision in (("float32", {}), ("bfloat16", {"bf16": True, "gradient_accumulation_steps": 2})):
-        plain, _ = (expected, 0) if name == "float32" else train(folder / "plain", "none", **precision)
-        found, _ = train(folder / name, "state", **precision, **SAVES)
-        assert not differing(plain, found), name
-    for before, after in (("float32", "state"), ("without", "state"), ("float32", "none")):
+    for name, precision in PRECISIONS.items():
+        plain = expected if name == "float32" else train(folder / "plain", "none", **precision)[0]
+        for offload in ("state", "step"):
+            found, _ = train(folder / f"{name}-{offload}", offload, **precision, **SAVES)
+            assert not differing(plain, found), (name, offload)
+    for before, after in RESUMED:
         resume = str(folder / before / "checkpoint-2")
         found, peak_bytes = train(folder / f"{before}-{after}", after, resume=resume)
         assert not differing(expected, found), (before, after)
-        assert (peak_bytes < 2 * weights_bytes) is (after == "state"), "the state is twice the weights"
-    settings = {"strategy": "full", "offload_optimizer": "state"}
-    tuned, plain = tune(folder / "trl", [memsave.MemsaveCallback(**settings)]), tune(folder / "trl-plain", [])
-    assert not differing(plain, tuned)
+        assert (peak_bytes < 2 * weights_bytes) is (after != "none"), "the state is twice the weights"
+    plain = tune(folder / "trl-plain", [])
+    for offload in ("state", "step"):
+        callback = memsave.MemsaveCallback(strategy="full", offload_optimizer=offload)
+        assert not differing(plain, tune(folder / f"trl-{offload}", [callback])), offload
     fitted = fit(folder / "plain", lambda optimizer: None)
     assert not differing(fitted, fit(folder / "two", memsave.keep_state_on_host))
     fit(folder / "one", memsave.keep_state_on_host, epochs=1)

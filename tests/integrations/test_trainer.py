@@ -239,7 +239,7 @@ def test_what_shards_the_model_is_refused(kind, tmp_path, monkeypatch):
         ({"budget_gib": float("nan")}, "budget_gib nan: it must be above 0"),
         ({"budget_gib": "5"}, "budget_gib '5': it must be above 0, and a number of GiB"),
         ({"budget_gib": 1, "strategy": "full"}, "budget_gib 1: strategy full takes none"),
-        ({"strategy": "full", "offload_optimizer": "all"}, "offload_optimizer 'all': it must be none or state"),
+        ({"strategy": "full", "offload_optimizer": "all"}, "offload_optimizer 'all': it must be none or state or step"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, message):

@@ -83,11 +83,17 @@ def _measured(read: Callable[[TrainState, Path], None]) -> Callable[[TrainState,
             patch.setattr(state, "read_shards", lambda *args: shards.update(read_shards(*args)) or shards)
             read(self, folder)
         parts = [local(tensor) for name, tensor in shards.items() if name.startswith("optimizer.")]
-        twice = [part for part in parts if part.is_cpu and host_state.waits(part) and not part.is_pinned()]
+        kept = {local(value).data_ptr() for value in _tensors_of(self.stateful["optimizer"].state)}
+        on_host = [part for part in parts if part.is_cpu and host_state.waits(part) and not part.is_pinned()]
+        twice = [part for part in on_host if part.data_ptr() not in kept]
         figures = {"grown": torch.cuda.max_memory_allocated() - before, "twice": sum(part.nbytes for part in twice)}
         (folder.parents[1] / f"read-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(figures))
 
     return measured
+
+
+def _tensors_of(state: dict) -> Iterator[torch.Tensor]:
+    return (value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager

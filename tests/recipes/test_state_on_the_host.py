@@ -25,6 +25,7 @@ ACCUMULATED = ["--micro_batch_size", "2"]
 BFLOAT16 = ["--dtype", "bfloat16", "--bf16_stochastic_round"]
 SAVED = ["--save_every", "2"]
 BESIDE = ["--async_save"]
+ONCE = ["--reduce_gradients", "step"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ MORE_ON_ONE_DEVICE = {
     "ViT, accumulated, step": Case([*VIT, *ACCUMULATED], IMAGES, lives=(STEP, [])),
     "ViT, weights, bf16": Case([*VIT, *RECOMPUTED], IMAGES, precision="bf16", lives=(STREAMED, STREAMED)),
     "DenseNet, step, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES, lives=(STEP, STEP)),
+    "ViT, accumulated, fp16, step": Case([*VIT, *ACCUMULATED], IMAGES, precision="fp16", lives=(STEP, STEP)),
     "an average, step": Case([*GPT2, "--ema_decay", "0.9"], lives=(STEP, STEP)),
     "LoRA, weights": Case([*LLAMA, *RECOMPUTED, "--lora"], lives=(STREAMED, STREAMED)),
     "weights later": Case([*GPT2, *RECOMPUTED], lives=([], STREAMED)),
@@ -87,6 +89,7 @@ MORE_ON_ONE_DEVICE = {
     "without later": Case([*GPT2, "--optimizer", "muon"], lives=(STATE, [])),
 }
 ON_TWO_DEVICES = {
+    "Llama, fp16, step": Case([*LLAMA, *ACCUMULATED], precision="fp16", lives=(STEP, STEP)),
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
     "the same bits anywhere, step": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"], lives=(STEP, STEP)),
     "GPT-2, accumulated": Case([*GPT2, *ACCUMULATED], lives=KILLED),
@@ -97,6 +100,7 @@ ON_TWO_DEVICES = {
 }
 IN_SHARDS = {
     "GPT-2, killed within a step": Case(GPT2, lives=KILLED),
+    "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
 }
 MORE_IN_SHARDS = {
     "without first": Case([*LLAMA, *ACCUMULATED], precision="bf16", lives=([], STATE)),
@@ -105,6 +109,12 @@ MORE_IN_SHARDS = {
     "Muon": Case([*LLAMA, "--optimizer", "muon"], lives=KILLED),
     "stochastic rounding": Case([*LLAMA, *BFLOAT16]),
     "ViT, bf16": Case(VIT, IMAGES, precision="bf16"),
+    "ViT, bf16, step": Case(VIT, IMAGES, precision="bf16", lives=(STEP, STEP)),
+    "reduced once, an average, step": Case([*GPT2, *ACCUMULATED, *ONCE, "--ema_decay", "0.9"], lives=(STEP, STEP)),
+    "SGD, step later": Case([*GPT2, "--optimizer", "sgd"], lives=([], STEP)),
+    "step first": Case(LLAMA, lives=(STEP, [])),
+    "bfloat16, killed": Case([*LLAMA, "--dtype", "bfloat16", *STEP], lives=([], [])),
+    "stochastic rounding, killed": Case([*LLAMA, *BFLOAT16, *STEP], lives=([], [])),
 }
 
 
@@ -151,6 +161,7 @@ def assert_less_memory(run, than):
     found, expected = (json.loads((one / "results.json").read_text())["memory"] for one in (run, than))
     assert found["peak_allocated_gib"] < expected["peak_allocated_gib"]
     assert min(found["breakdown"].values()) >= 0
+    assert found["breakdown"]["optimizer_state_gib"] < expected["breakdown"]["optimizer_state_gib"]
 
 
 def assert_no_state_was_on_the_device(run):

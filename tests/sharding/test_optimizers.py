@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from memsave_recipes.sharding import ShardGroups, whole
+from memsave_recipes.sharding.tensors import norms_over_ranks
 from memsave_recipes.step.update_rules import has_8bit_state
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import describe_state_in_shards, make_optimizer
@@ -47,6 +48,21 @@ def stepped(optim, dtype, flag, accelerator):
     ]
     weights = [whole(parameter.detach()) for parameter in model]
     return weights, states, describe_state_in_shards(optim, model)
+
+
+def norms(flag, accelerator):
+    """Over all ranks: of two tensors of which each rank has a row, and of one that the first rank has."""
+    mesh = ShardGroups.of(flag, accelerator.num_processes).mesh(accelerator.device)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    tensors = [torch.tensor(rows) for rows in ([[3.0], [4.0]], [[0.0, 5.0], [12.0, 0.0]], [[7.0]])]
+    parts = [distribute_tensor(tensor, mesh, placements, src_data_rank=None) for tensor in tensors]
+    of_parts = torch.stack([torch.linalg.vector_norm(part.to_local()) for part in parts])
+    return norms_over_ranks(of_parts, parts[0]).tolist()
+
+
+@pytest.mark.parametrize(("num_ranks", "flag"), [(2, "full"), (4, "2")])
+def test_norms_are_those_of_whole_tensors(run_on_ranks, num_ranks, flag):
+    assert run_on_ranks(partial(norms, flag), num_ranks) == num_ranks * [[5.0, 13.0, 7.0]]
 
 
 @pytest.mark.parametrize(("num_ranks", "flag"), CUTS)

@@ -1,12 +1,15 @@
 """An optimizer that steps on the host gives the bits of one on the CPU, and leaves nothing on the device."""
 
 from copy import deepcopy
+from functools import partial
+from math import isfinite
 
 import pytest
 import torch
 from accelerate import Accelerator
 from host_copies import CopiesInOrder
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -16,7 +19,7 @@ from memsave_recipes.exact.batch_layouts import IndexedLayout
 from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.step import host_state, host_step
 from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.host_step import HostMasters, masters_of
+from memsave_recipes.step.host_step import HostMasters, masters_of, scale_on_host, step_on_host
 from memsave_recipes.training import optimizers
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import check_offload, clip_gradients, make_optimizer
@@ -77,11 +80,12 @@ def small_copies(monkeypatch):
     monkeypatch.setattr(host_step, "LEAVING_BYTES", 2**12)
     if DEVICE.type == "cpu":
 
-        def late(parameters, device, dtype, waiting):
+        def late(parameters, device, dtype, waiting=()):
             return HostMasters(parameters, dtype, CopiesInOrder(), CopiesInOrder(), waiting)
 
-        monkeypatch.setattr(optimizers, "masters_on_host", late)
-        monkeypatch.setattr(optimizers, "may_leave", lambda device: True)
+        for module in (optimizers, host_step):
+            monkeypatch.setattr(module, "masters_on_host", late)
+            monkeypatch.setattr(module, "may_leave", lambda device: True)
 
 
 def expected_weights(steps, model=None, **options):
@@ -184,11 +188,75 @@ def test_what_needs_gradients_on_the_device_is_refused(options):
         settings(offload="step", **options)
 
 
-def test_loss_scaling_is_refused():
-    with pytest.raises(InputError, match="fp16 scales the loss on the device: take bf16, or state"):
-        check_offload(settings(offload="step"), BatchLayout.of(8, 4, 1), "fp16", streams=False)
-    check_offload(settings(offload="step"), BatchLayout.of(8, 4, 2), "bf16", streams=False)
-    check_offload(settings(offload="state"), BatchLayout.of(8, 4, 2), "fp16", streams=True)
+class OwnLoop:
+    """AdamW in a loop that knows no recipe, on the host or not, with a scaler of the loss or without."""
+
+    def __init__(self, *, by_host, scaler=None):
+        self.model = make_model()
+        self.model[0].bias.requires_grad = False
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.scaler = scaler
+        if by_host:
+            step_on_host(self.model, self.optimizer)
+            scale_on_host(scaler)
+        self.masters = masters_of(self.optimizer)
+
+    def train(self, num_steps):
+        """The norms of the steps, and the scales after them."""
+        return list(zip(*map(self._step, range(num_steps)), strict=True))
+
+    def _step(self, step):
+        loss = sum(self.model(images).square().sum() for images in micro_batches(step))
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        norm = self._clip(partial(self.scaler.unscale_, self.optimizer) if self.scaler else None)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        return float(norm), self.scaler.get_scale() if self.scaler else 1.0
+
+    def _clip(self, unscale):
+        if self.masters is not None:
+            return self.masters.clip(0.5, unscale)
+        if unscale is not None:
+            unscale()
+        return nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+
+
+def test_a_loop_of_ones_own_steps_on_the_host():
+    ours, plain = OwnLoop(by_host=True), OwnLoop(by_host=False)
+    assert ours.train(LATER) == plain.train(LATER)
+    assert_same_bits(ours.model, plain.model)
+    assert all(weight.grad is None for weight in ours.model.parameters())
+
+
+def test_a_gradient_that_overflows_halves_the_scale_and_leaves_the_step_out():
+    """The scale is so large that float32 holds the gradients of some steps alone."""
+    settings = {"init_scale": 2.0**126, "growth_interval": 2}
+    ours, plain = (OwnLoop(by_host=by, scaler=GradScaler(DEVICE.type, **settings)) for by in (True, False))
+    (norms, scales), expected = ours.train(12), plain.train(12)
+    assert [list(map(str, values)) for values in (norms, scales)] == [list(map(str, values)) for values in expected]
+    assert_same_bits(ours.model, plain.model)
+    is_finite = list(map(isfinite, norms))
+    assert 3 < is_finite.count(False) < 12
+    for before, after, was_finite in zip([2.0**126, *scales], scales, is_finite, strict=False):
+        assert was_finite or after == before / 2
+    assert ours.optimizer.state[ours.masters.of[ours.model[2].weight]]["step"] == is_finite.count(True)
+
+
+def test_a_schedule_that_has_the_step_is_refused():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(InputError, match="a schedule holds the optimizer's step already"):
+        step_on_host(model, optimizer)
+
+
+@pytest.mark.parametrize(("offload", "streams"), [("step", False), ("state", True)])
+def test_ranks_are_refused_for_streamed_weights_alone(offload, streams):
+    check_offload(settings(offload=offload), BatchLayout.of(8, 4, 2), streams=streams)
 
 
 def streaming(dtype):
@@ -251,4 +319,4 @@ def test_gradients_outside_of_training_go_to_the_weights_on_the_host():
 )
 def test_what_needs_streamed_weights_on_the_device_is_refused(layout, options, reason):
     with pytest.raises(InputError, match=f"--stream_weights host with --offload_optimizer step: .*{reason}"):
-        check_offload(settings(offload="step", **options), layout, "no", streams=True)
+        check_offload(settings(offload="step", **options), layout, streams=True)
