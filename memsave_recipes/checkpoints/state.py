@@ -66,7 +66,8 @@ class RankState:
         Raises:
             TypeError: something in one is of no known kind.
         """
-        files, texts = {}, {}
+        files: dict[str, dict[str, Tensor]] = {}
+        texts: dict[str, str] = {}
         for stem, tree in trees.items():
             tensors: dict[str, Tensor] = {}
             skeleton = _pack(tree, stem, tensors, {})

@@ -42,6 +42,7 @@ from memsave_recipes.step.host_step import LEAVING_BYTES
 from memsave_recipes.step.memory import (
     averaged_tensors,
     clipping_bytes,
+    copies_bytes,
     losses_bytes,
     optimizer_memory,
     trained_parameters,
@@ -91,6 +92,7 @@ class StaticMemory:
         remote_bytes: weights that other ranks hold.
         host_bytes: of the host, for what waits or is stepped there of the optimizer.
         awaited_bytes: copied for it in a step while the device waits.
+        copies_bytes: of the host, for copies of checkpoints.
     """
 
     state_bytes: int = 0
@@ -105,6 +107,7 @@ class StaticMemory:
     remote_bytes: int = 0
     host_bytes: int = 0
     awaited_bytes: int = 0
+    copies_bytes: int = 0
 
     @property
     def communication_bytes(self) -> int:
@@ -126,7 +129,7 @@ class StaticMemory:
             resident_bytes=chain.resident_bytes - self.remote_bytes + self.added_bytes,
             gradients_resident=self.gradients_resident or not self.gradients_stay,
             optimizer_bytes=self.optimizer_bytes,
-            host_bytes=chain.host_bytes + self.host_bytes,
+            host_bytes=chain.host_bytes + self.host_bytes + self.copies_bytes,
         )
 
     def _stepping(self, block: BlockCosts, stacks: tuple[str, ...]) -> BlockCosts:
@@ -177,6 +180,7 @@ def static_memory_of(
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
         host_bytes=optimizer.host_bytes,
         awaited_bytes=optimizer.awaited_bytes,
+        copies_bytes=copies_bytes(optim, model, num_ranks=num_shards) if optim.async_save and not on_cpu else 0,
     )
     accumulates = layout.forwards_per_step > 1
     if num_shards is not None:

@@ -434,43 +434,49 @@ class HostUse:
         ways: to move less.
     """
 
-    flags: str
+    flags: list[str]
     num_bytes: int
     there: int | None
-    ways: str
+    ways: list[str]
 
     @classmethod
     def of(cls, candidate: Candidate) -> "HostUse":
-        """Return that of a candidate: a plan's, the optimizer's, or of both."""
-        own = f"--activation_checkpointing {candidate.strategy}"
-        found = cls.of_optimizer(candidate.host_bytes, candidate.host_budget_bytes)
-        if not candidate.static.host_bytes:
-            return replace(found, flags=own, ways="full, or a smaller --micro_batch_size")
-        if candidate.forecast.plan.offloads:
-            return replace(
-                found, flags=f"{own} {found.flags}", ways=f"full, a smaller --micro_batch_size, {found.ways}"
-            )
-        return found
+        """Return that of a candidate: of its plan, its optimizer, copies of checkpoints."""
+        static, there = candidate.static, candidate.host_budget_bytes
+        found = cls([], 0, there, [])
+        if static.host_bytes or static.copies_bytes:
+            found = cls.beside_plans(static.host_bytes, static.copies_bytes, there)
+        flags, ways = found.flags, found.ways
+        if candidate.forecast.plan.offloads or not flags:
+            flags = [f"--activation_checkpointing {candidate.strategy}", *flags]
+            ways = ["full", "a smaller --micro_batch_size", *ways]
+        return cls(flags, candidate.host_bytes, there, ways)
 
     @classmethod
-    def of_optimizer(cls, num_bytes: int, there: int | None) -> "HostUse":
-        """Return that of an optimizer alone."""
-        ways = "--offload_optimizer none, or an optimizer with less state"
-        return cls("--offload_optimizer", num_bytes, there, ways)
+    def beside_plans(cls, optimizer_bytes: int, copies_bytes: int, there: int | None) -> "HostUse":
+        """Return that of an optimizer and of copies of checkpoints."""
+        flags, ways = [], []
+        if optimizer_bytes or not copies_bytes:
+            flags, ways = ["--offload_optimizer"], ["--offload_optimizer none", "an optimizer with less state"]
+        if copies_bytes:
+            flags, ways = [*flags, "--async_save"], [*ways, "no --async_save"]
+        return cls(flags, optimizer_bytes + copies_bytes, there, ways)
 
     @property
     def too_small(self) -> InputError:
         """The error for a host that has less."""
         moved, there = format_bytes(self.num_bytes), format_bytes(self.there or 0)
+        ways = ", or ".join([", ".join(self.ways[:-1]), self.ways[-1]] if self.ways[1:] else self.ways)
         return InputError(
-            f"{self.flags}: a rank would move {moved} to its host, which has {there} available for it: take {self.ways}"
+            f"{' '.join(self.flags)}: a rank would move {moved} to its host, which has {there} available for it: "
+            f"take {ways}"
         )
 
     @property
     def line(self) -> str:
         """How much it is, for people."""
         of = "" if self.there is None else f", of {format_bytes(self.there)} that are available to it"
-        return f"{self.flags}: at most {format_bytes(self.num_bytes)} of the host's memory for a rank{of}"
+        return f"{' '.join(self.flags)}: at most {format_bytes(self.num_bytes)} of the host's memory for a rank{of}"
 
 
 def reduction_line(*, once: bool) -> str:

@@ -50,7 +50,7 @@ from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
 from memsave_recipes.sharding.groups import NONE, ShardGroups
 from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.memory import optimizer_memory
+from memsave_recipes.step.memory import copies_bytes, optimizer_memory
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
 from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to_gib
 
@@ -98,7 +98,9 @@ def _named(task: Task, step: StepOnDevice) -> RunPlan:
     """Return the plan that the flags name; print the memory of the host that it and the optimizer take."""
     accelerator, strategy = step.accelerator, task.run.activation_checkpointing or "none"
     on_host = 0
-    if accelerator.device.type != "cpu" and (offloads(strategy) or task.optim.offload_optimizer != NONE):
+    optim = task.optim
+    on_hosts = offloads(strategy) or optim.offload_optimizer != NONE or optim.async_save
+    if accelerator.device.type != "cpu" and on_hosts:
         line, on_host = on_main_process(accelerator, partial(_host_memory, task, step))
         accelerator.print(line)
     plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
@@ -118,10 +120,10 @@ def _host_memory(task: Task, step: StepOnDevice) -> tuple[str, int]:
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
         return predicted_host_memory(task, here)
     groups = ShardGroups.of(task.run.shard, accelerator.num_processes)
-    optimizer = optimizer_memory(
-        task.optim, step.model, num_ranks=None if groups is None else groups.size, on_cpu=False
-    )
-    return _line_of(HostUse.of_optimizer(optimizer.host_bytes, usable_host_bytes(accelerator.device)))
+    num_ranks = None if groups is None else groups.size
+    optimizer = optimizer_memory(task.optim, step.model, num_ranks=num_ranks, on_cpu=False)
+    copies = copies_bytes(task.optim, step.model, num_ranks=num_ranks) if task.optim.async_save else 0
+    return _line_of(HostUse.beside_plans(optimizer.host_bytes, copies, usable_host_bytes(accelerator.device)))
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:

@@ -183,6 +183,27 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     return pinned + ring + sum(map(sum, states))
 
 
+def copies_bytes(optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None) -> int:
+    """The memory of the host for what ``--async_save`` copies, in shards that of the first rank.
+
+    That is what trains, buffers, state with its counters, masters in another dtype than their weights, and an average.
+    """
+    found = model.state_dict(keep_vars=True).values()
+    tensors = list({id(one): one for one in found if one.requires_grad or not isinstance(one, nn.Parameter)}.values())
+    if optim.ema_decay is not None:
+        tensors += averaged_tensors(model).values()
+    sizes = [part_numel(one, (num_ranks or 1) if one.requires_grad else 1) * one.element_size() for one in tensors]
+    for name, share in parameters_by_optimizer(optim.update_rule, model).items():
+        stepped: list[Tensor] = [*share]
+        if optim.offload_optimizer == "step" and not optim.bf16_stochastic_round:
+            stepped = [torch.empty(one.shape, dtype=torch.float32, device="meta") for one in share]
+            wide = [master for master, one in zip(stepped, share, strict=True) if master.dtype != one.dtype]
+            sizes += [part_numel(master, num_ranks or 1) * master.element_size() for master in wide]
+        sizes += _state_sizes(name, stepped, optim.momentum, num_ranks)
+        sizes += [counters_bytes(name, 1, on_cpu=True)] * len(share)
+    return pinned_bytes(sizes)
+
+
 def _stepped_together(
     optim: OptimizerSettings, model: nn.Module, share: list[nn.Parameter], num_ranks: int | None, *, waits: bool
 ) -> Sequence[Sequence[Tensor]]:

@@ -129,6 +129,7 @@ class OptimizerSettings:
         weight_decay, decay_all: of matrices, or of all parameters.
         momentum: of ``sgd``.
         ema_decay: of the average of the weights; ``None``: there is none.
+        async_save: whether checkpoints are copied to the host.
     """
 
     optimizer: str
@@ -139,6 +140,7 @@ class OptimizerSettings:
     momentum: float
     ema_decay: float | None = None
     offload_optimizer: str = NONE
+    async_save: bool = False
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
