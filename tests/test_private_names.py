@@ -44,6 +44,7 @@ IMPORTED = frozenset(
         "torch._C._profiler.RecordScope",
         "torch._C._profiler._EventType",
         "torch._C._storage_Use_Count",
+        "torch._C._SetExcludeDispatchKeyGuard",
         "torch._dynamo.config",
         "torch._dynamo.exc.FailOnRecompileLimitHit",
         "torch._dynamo.exc.TorchDynamoException",

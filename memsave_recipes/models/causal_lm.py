@@ -27,7 +27,7 @@ from memsave_recipes.losses import (
     num_chunks,
     tied_gradient,
 )
-from memsave_recipes.models.packed_attention import DocumentLengths, attends_by_document, evaluating
+from memsave_recipes.models.packed_attention import DocumentLengths, Documents, attends_by_document, evaluating
 from memsave_recipes.text import printable_lines
 
 LossKind = Literal["auto", "chunked", "full", "liger"]
@@ -80,7 +80,7 @@ class CausalLMLoss(nn.Module):
         if attends_by_document(self.model):
             if document_lengths is None:
                 raise ValueError("document_lengths are missing, by which this model keeps documents apart")
-            inputs["document_lengths"] = document_lengths
+            inputs["document_lengths"] = Documents(document_lengths)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)

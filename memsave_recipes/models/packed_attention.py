@@ -15,21 +15,26 @@ NOTE [ attention by document ]
 6. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
    masks, or asks more of its attention than rules 1 to 5, keeps its masks: ``attend_by_document`` looks at the
    arguments of both and compares the logits.
-7. Layers that are compiled would be compiled anew for other lengths: they keep their masks.
+7. In a layer that is compiled the lengths would be constants of its graph. So ``Documents`` has them as a tensor on the
+   host, and all of the attention is one operator, which reads that and takes the kernels of rules 3 to 5: the same
+   bits, one graph for all lengths. Dropout is not in it: such layers keep their masks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -39,6 +44,7 @@ PackedAttention = Literal["auto", "document", "mask"]
 DocumentLengths = Sequence[Sequence[int]]  # for each row, the tokens of its documents
 
 BY_DOCUMENT = "sdpa_by_document"
+ENDS_IN_A_GRAPH = 64
 TAKEN = frozenset({"document_lengths", "dropout", "scaling", "sliding_window"})
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits"})
 """Arguments of the model that reach its attention functions, and that SDPA does not read."""
@@ -72,20 +78,19 @@ def attention_by_document(
     query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
     if keys_so_far is not None:
         return keys_so_far.attend(query, key, value, dropout=dropout, scale=scaling, window=sliding_window), None
+    if is_compiling():
+        if dropout:
+            raise ValueError("dropout in attention by document cannot be compiled: pass --packed_attention mask")
+        ends = None if document_lengths is None else document_lengths.ends  # type: ignore[attr-defined]
+        return _attended_and_sums(query, key, value, ends, scaling, sliding_window)[0], None
     lengths = [[query.shape[2]]] * len(query) if document_lengths is None else document_lengths
-    longest = max(map(max, lengths))
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    window = _shorter_window(sliding_window, lengths)
     if _has_varlen(query, key, value, dropout):
-        return _varlen(query, key, value, lengths, scaling, window), None
+        return _varlen(query, key, value, lengths, scaling, window)[0], None
     if window is None and _has_flash_on_cpu(query, key, value, dropout):
         joined: Tensor = _FlashOnCpu.apply(query, key, value, lengths, scaling)  # type: ignore[no-untyped-call]
         return joined, None
-    windows = _windows(longest, window, query.device)
-    attended = [
-        sdpa_attention_forward(module, q, k, v, windows(q.shape[2]), dropout, scaling, is_causal=True)[0]
-        for q, k, v in _documents_of_all(lengths, query, key, value)
-    ]
-    return _rows(attended, len(lengths)), None
+    return _sdpa_of_each(query, key, value, lengths, scaling, window, dropout), None
 
 
 AttentionInterface.register(BY_DOCUMENT, attention_by_document)
@@ -93,17 +98,50 @@ AttentionInterface.register(BY_DOCUMENT, attention_by_document)
 
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None, window: int | None
-) -> Tensor:
-    """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ]."""
-    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (B * T, H or K, D)
+) -> tuple[Tensor, Tensor]:
+    """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ].
+
+    Returns the log-sum-exps, (H, B * T), as well.
+    """
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{key.shape[1]} heads of keys need the {query.shape[1]} query heads to be a multiple")
     bounds, longest = _bounds(lengths, query), max(map(max, lengths))
-    options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-    attended: Tensor = aten._flash_attention_forward.default(
-        q, k, v, bounds, bounds, longest, longest, 0.0, window is None, False, **options
-    )[0]
-    return attended.view(len(query), -1, *attended.shape[1:])
+    attended, sums, *_ = aten._flash_attention_forward.default(
+        *map(_joined_rows, (query, key, value)),
+        *(bounds, bounds, longest, longest, 0.0, window is None, False),
+        **_varlen_options(scale, window),
+    )
+    return attended.view(len(query), -1, *attended.shape[1:]), sums
+
+
+def _varlen_backward(
+    gradient: Tensor,
+    states: Sequence[Tensor],
+    attended: Tensor,
+    sums: Tensor,
+    lengths: DocumentLengths,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, from what ``_varlen`` returns and the gradient of its first."""
+    bounds, longest = _bounds(lengths, states[0]), max(map(max, lengths))
+    unused = torch.empty(0, dtype=torch.uint64, device=gradient.device)  # without dropout
+    found = aten._flash_attention_backward.default(
+        *(gradient.flatten(0, 1), *map(_joined_rows, states), attended.flatten(0, 1), sums),
+        *(bounds, bounds, longest, longest, 0.0, window is None, unused, unused),
+        **_varlen_options(scale, window),
+    )
+    of_query, of_key, of_value = (one.unflatten(0, (len(gradient), -1)).transpose(1, 2) for one in found)
+    return of_query, of_key, of_value
+
+
+def _joined_rows(states: Tensor) -> Tensor:
+    """Join the rows of (B, H, T, D) to (B * T, H, D)."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _varlen_options(scale: float | None, window: int | None) -> dict[str, Any]:
+    return {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _bounds(lengths: DocumentLengths, query: Tensor) -> Tensor:
@@ -142,13 +180,8 @@ class _FlashOnCpu(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None
     ) -> Tensor:
         """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D)."""
-        results = [
-            aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
-            for states in _documents_of_all(lengths, query, key, value)
-        ]
-        attended, logsumexps = zip(*results, strict=True)
-        joined = _rows([out.transpose(1, 2) for out in attended], len(lengths))
-        ctx.save_for_backward(query, key, value, joined, *logsumexps)
+        joined, sums = _flash_on_cpu(query, key, value, lengths, scale)
+        ctx.save_for_backward(query, key, value, joined, *sums)
         ctx.lengths, ctx.scale = lengths, scale
         return joined
 
@@ -156,15 +189,39 @@ class _FlashOnCpu(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients in the shapes of query, key and value from (B, T, H, D)."""
-        query, key, value, joined, *logsumexps = ctx.saved_tensors
-        whole = (gradient.transpose(1, 2), query, key, value, joined.transpose(1, 2))
-        documents = zip(_documents_of_all(ctx.lengths, *whole), logsumexps, strict=True)
-        gradients = [
-            aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, sums, 0.0, True, scale=ctx.scale)
-            for states, sums in documents
-        ]
-        of_each = ([one.transpose(1, 2) for one in documents] for documents in zip(*gradients, strict=True))
-        return *(_rows(documents, len(ctx.lengths)).transpose(1, 2) for documents in of_each), None, None
+        query, key, value, joined, *sums = ctx.saved_tensors
+        states = query, key, value
+        return *_flash_on_cpu_backward(gradient, states, joined, sums, ctx.lengths, ctx.scale), None, None
+
+
+def _flash_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Attend as ``_FlashOnCpu``; returns the log-sum-exps of each document, (1, H, L), as well."""
+    results = [
+        aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
+        for states in _documents_of_all(lengths, query, key, value)
+    ]
+    attended, sums = zip(*results, strict=True)
+    return _rows([out.transpose(1, 2) for out in attended], len(lengths)), sums
+
+
+def _flash_on_cpu_backward(
+    gradient: Tensor,
+    states: Sequence[Tensor],
+    joined: Tensor,
+    sums: Sequence[Tensor],
+    lengths: DocumentLengths,
+    scale: float | None,
+) -> Iterator[Tensor]:
+    """Yield the gradients of query, key and value from that of ``joined``."""
+    whole = (gradient.transpose(1, 2), *states, joined.transpose(1, 2))
+    gradients = [
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, logsumexp, 0.0, True, scale=scale)
+        for document, logsumexp in zip(_documents_of_all(lengths, *whole), sums, strict=True)
+    ]
+    for documents in zip(*gradients, strict=True):
+        yield _rows([one.transpose(1, 2) for one in documents], len(lengths)).transpose(1, 2)
 
 
 def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
@@ -204,6 +261,25 @@ def _rows(documents: Sequence[Tensor], num_rows: int) -> Tensor:
     return joined.view(num_rows, -1, *joined.shape[2:])
 
 
+def _sdpa_of_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: DocumentLengths,
+    scale: float | None,
+    window: int | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rules 4 and 5 of the NOTE."""
+    heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    windows = _windows(max(map(max, lengths)), window, query.device)
+    attended = [
+        sdpa_attention_forward(heads, q, k, v, windows(q.shape[2]), dropout, scale, is_causal=True)[0]
+        for q, k, v in _documents_of_all(lengths, query, key, value)
+    ]
+    return _rows(attended, len(lengths))
+
+
 def _windows(longest: int, sliding_window: int | None, device: torch.device) -> Callable[[int], Tensor | None]:
     """Return which keys a document's tokens see by its length: bool (L, L), cut from one mask; ``None``: all before."""
     if sliding_window is None:
@@ -212,9 +288,138 @@ def _windows(longest: int, sliding_window: int | None, device: torch.device) -> 
     return lambda length: None if sliding_window >= length else seen[:length, :length]
 
 
+def _shorter_window(window: int | None, lengths: DocumentLengths) -> int | None:
+    """Return the window where a document is longer."""
+    return window if window is not None and window < max(map(max, lengths)) else None
+
+
+# In compiled layers: rule 7 of NOTE [ attention by document ]
+
+
+class Documents(Sequence[Sequence[int]]):
+    """The lengths of the documents of each row, and for graphs where they end in all rows, one behind the other.
+
+    The ends, int64 on the host, begin with those of the rows, and repeat the last one up to a multiple of 64: few
+    graphs see another number of them.
+    """
+
+    def __init__(self, lengths: DocumentLengths) -> None:
+        self.lengths = lengths
+        ends = list(accumulate(length for row in lengths for length in row))
+        ends += ends[-1:] * (-len(ends) % ENDS_IN_A_GRAPH)
+        with _disable_current_modes(), torch.inference_mode(False):
+            self.ends = torch.tensor(ends, device="cpu")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.lengths[row]
+
+
+@torch.library.custom_op("memsave::attention_by_document", mutates_args=())
+def _attended_and_sums(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attend as ``attention_by_document``; returns the log-sum-exps, (H, B * T), too, where a kernel gives them."""
+    lengths = _lengths(ends, query)
+    window = _shorter_window(window, lengths)
+    if _has_varlen(query, key, value, 0.0):
+        return _varlen(query, key, value, lengths, scale, window)
+    if window is None and _has_flash_on_cpu(query, key, value, 0.0):
+        joined, sums = _flash_on_cpu(query, key, value, lengths, scale)
+        return joined, torch.cat(sums, dim=2).squeeze(0)
+    return _sdpa_of_each(query, key, value, lengths, scale, window), _no_sums(query)
+
+
+@_attended_and_sums.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    return query.transpose(1, 2).new_empty(*query.transpose(1, 2).shape[:3], value.shape[-1]), _no_sums(query)
+
+
+@register_flop_formula(torch.ops.memsave.attention_by_document)
+def _flops(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
+    """Count those of whole rows, as torch does for its own, by which a compiled layer chooses what to recompute."""
+    batch, heads, tokens, size = query_shape
+    return int(2 * batch * heads * tokens * tokens * (size + value_shape[-1]))
+
+
+@torch.library.custom_op("memsave::attention_by_document_backward", mutates_args=())
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    sums: Tensor,
+    ends: Tensor | None,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value from that of the output, (B, T, H, D)."""
+    lengths, states = _lengths(ends, query), (query, key, value)
+    window = _shorter_window(window, lengths)
+    if _has_varlen(query, key, value, 0.0):
+        return _varlen_backward(gradient, states, attended, sums, lengths, scale, window)
+    if window is None and _has_flash_on_cpu(query, key, value, 0.0):
+        of_each = sums[None].split([length for row in lengths for length in row], dim=2)
+        of_query, of_key, of_value = _flash_on_cpu_backward(gradient, states, attended, of_each, lengths, scale)
+        return of_query, of_key, of_value
+    autograd = torch._C.DispatchKey.AutogradFunctionality  # which operators do without inside
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
+        again = [one.detach().requires_grad_() for one in states]
+        found = torch.autograd.grad(_sdpa_of_each(*again, lengths, scale, window), again, gradient)
+    of_query, of_key, of_value = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in found)
+    return of_query, of_key, of_value
+
+
+@_gradients.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (
+        one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in (query, key, value)
+    )
+    return of_query, of_key, of_value
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors[:3], *output, tensors[3])
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(gradient, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+
+
+_attended_and_sums.register_autograd(_differentiate, setup_context=_save)
+
+
+def _lengths(ends: Tensor | None, query: Tensor) -> DocumentLengths:
+    """Return the lengths in rows as long as those of ``query`` that end at ``Documents.ends``."""
+    if ends is None:
+        return [[query.shape[2]]] * len(query)
+    rows: list[list[int]] = [[] for _ in query]
+    for start, stop in pairwise([0, *dict.fromkeys(ends.tolist())]):
+        rows[start // query.shape[2]].append(stop - start)
+    return rows
+
+
+def _no_sums(query: Tensor) -> Tensor:
+    """Stand for the log-sum-exps."""
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(heads, batch * tokens, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
 def attends_by_document(model: nn.Module) -> bool:
     """Tell whether ``attend_by_document`` has set it."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == BY_DOCUMENT
+
+
+def drops(model: nn.Module) -> bool:
+    """Tell whether a model of transformers has dropout anywhere."""
+    settings = model.config.to_dict().items()  # type: ignore[operator,union-attr]
+    return any(bool(value) for name, value in settings if "dropout" in name or "pdrop" in name)
 
 
 def set_packed_attention(
@@ -227,7 +432,7 @@ def set_packed_attention(
     if wanted == "mask":
         reason: str | None = "as told"
     else:
-        reason = "its layers are compiled" if compiles else attend_by_document(model)
+        reason = "its layers are compiled, with dropout" if compiles and drops(model) else attend_by_document(model)
     if reason is None:
         return "document", "packed rows: attention by document, without masks"
     if wanted == "document":

@@ -20,7 +20,7 @@ from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
-from memsave_recipes.models.packed_attention import attends_by_document
+from memsave_recipes.models.packed_attention import attends_by_document, drops
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import BlockCosts, Chain, allocated_bytes
 from memsave_recipes.plans.plan import (
@@ -429,7 +429,7 @@ def _has_tiles(blocks: Sequence[nn.Module | None], tokens: Sequence[Tensor]) -> 
 def _can_compile(model: nn.Module) -> bool:
     """Return whether its layers repeat, take the same shapes in every batch, and there is a compiler."""
     stacks = find_stacks(model)
-    if joined_batchnorm(model) is not None or attends_by_document(model):
+    if joined_batchnorm(model) is not None or (attends_by_document(model) and drops(model)):
         return False
     try:
         check_compiler(model)

@@ -172,13 +172,14 @@ def test_others_keep_their_masks_by_name(model_type, changes, reason):
         set_packed_attention(model, "document")
 
 
-def test_masks_where_told_or_where_layers_are_compiled():
-    model = causal_model("llama")
-    assert set_packed_attention(model, "mask")[0] == "mask"
-    assert "compiled" in set_packed_attention(model, "auto", compiles=True)[1]
+def test_masks_where_told_or_where_layers_with_dropout_are_compiled():
+    assert set_packed_attention(causal_model("llama"), "mask")[0] == "mask"
+    model = causal_model("llama", dropout=0.1)
+    assert "compiled, with dropout" in set_packed_attention(model, "auto", compiles=True)[1]
     assert not attends_by_document(model)
-    assert set_packed_attention(model, "auto")[0] == "document"
-    assert attends_by_document(model)
+    for one, compiles in ((model, False), (causal_model("llama"), True)):
+        assert set_packed_attention(one, "auto", compiles=compiles)[0] == "document"
+        assert attends_by_document(one)
 
 
 def test_an_argument_that_attention_by_document_does_not_take_is_seen(monkeypatch):

@@ -44,11 +44,20 @@ def test_verify_holds_for_adapters_of_a_model_that_attends_by_document(train, fl
     assert BY_DOCUMENT in capsys.readouterr().out
 
 
-def test_compiled_layers_keep_masks(refuse, flags):
-    flags += [*scratch("llama"), "--activation_checkpointing", "compiled"]
+def test_compiled_layers_with_dropout_keep_masks(refuse, flags):
+    flags += [*scratch("llama"), "--activation_checkpointing", "compiled", "--dropout", "0.1"]
     message = refuse(*flags, "--packed_attention", "document")
     assert "--packed_attention document" in message
-    assert "its layers are compiled" in message
+    assert "its layers are compiled, with dropout" in message
+
+
+@pytest.mark.slow
+def test_compiled_layers_attend_by_document(train, tmp_path, flags, capsys):
+    flags += [*scratch("llama"), "--dtype", "float64"]
+    train(*flags, output="plain")
+    train(*flags, "--activation_checkpointing", "compiled", "--verify", output="compiled")
+    assert capsys.readouterr().out.count(BY_DOCUMENT) == 2
+    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "plain"), rel=1e-6)
 
 
 def test_padded_rows_have_no_documents(refuse, flags):

@@ -68,7 +68,7 @@ def pinned(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("model", "optimizer", "layout"), sample(FEW, CASES))
 def test_peak_and_pinned_memory_are_predicted(train, pinned, model, optimizer, layout):
-    plan = ["--activation_checkpointing", "budget", "--memory_budget_gib", str(with_context(0.5))]
+    plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", str(with_context(0.5))]
     memory = train(*MODELS[model][1:], *OPTIMIZERS[optimizer], *LAYOUTS[layout], *plan, *ON_HOST)["memory"]
     assert 0 <= memory["prediction_error_pct"] < (10 if optimizer == "in the backward" else 2)
     assert memory.get("predicted_host_gib", 0) * GIB == sum(pinned)
@@ -77,7 +77,7 @@ def test_peak_and_pinned_memory_are_predicted(train, pinned, model, optimizer, l
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
 def test_on_two_devices(on_devices, tmp_path, config):
-    plan = ["--activation_checkpointing", "budget", "--memory_budget_gib", "4", "--micro_batch_size", "2"]
+    plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "4", "--micro_batch_size", "2"]
     options = {"folder": tmp_path / "run", "common": MODELS["gpt2"][1:], "environment": on_devices(2)}
     code, output = end_of(launch("language_modeling", config, *plan, *ON_HOST, **options))
     assert code == 0, output

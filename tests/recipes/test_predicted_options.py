@@ -48,6 +48,6 @@ def recipe(request):
 
 @pytest.mark.parametrize(("model", "option", "layout"), sample(FEW, CASES))
 def test_no_peak_is_predicted_too_low(train, model, option, layout):
-    plan = ["--activation_checkpointing", "budget", "--memory_budget_gib", "0.5"]
+    plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.5"]
     results = train(*MODELS[model][1:], *OPTIONS[option], *LAYOUTS[layout], *plan)
     assert 0 <= results["memory"]["prediction_error_pct"] < 10

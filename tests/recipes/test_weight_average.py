@@ -78,7 +78,7 @@ def test_shards_of_it_go_on(train_on_ranks, tmp_path, more):
 def test_its_bytes_are_predicted(recipe, train):
     """By a plan for a budget, which measures the run's own step."""
     flags = FLAGS[Path(recipe.__file__).stem]
-    plan = ["--activation_checkpointing", "budget", "--memory_budget_gib", "0.2"]
+    plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.2"]
     without, with_it = train(*flags, *plan, output="plain"), train(*flags, *plan, "--ema_decay", "0.9")
     for results in (without, with_it):
         assert 0 <= results["memory"]["prediction_error_pct"] < 5
