@@ -19,7 +19,7 @@ from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.data.vision.images import ImageDataArguments, read_images
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
-from memsave_recipes.training.evaluation import Classification
+from memsave_recipes.training.evaluation import classification_metric
 
 TINY = {"vocab_size": 300, "n_layer": 1, "n_head": 2, "n_embd": 8, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -114,7 +114,7 @@ def test_what_is_at_hand_asks_nobody(serve, tmp_path):
     image_processor_config(folder)
     load_documents(TextArguments(train_file=[str(path)]))
     load_labelled_text(LabelledTextArguments(dataset=None, train_file=[str(path)], validation_file=[str(path)]))
-    Classification()
+    classification_metric()
     assert served.requests == []
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from math import isfinite, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -18,8 +18,7 @@ from memsave_recipes.text import ProgressBar, join_names
 from memsave_recipes.training.batching import exact_sum, make_loader
 from memsave_recipes.training.parsing import read_mapping
 
-with packages_of("vision,text", "accuracies"):
-    import datasets
+if TYPE_CHECKING:
     import evaluate
 
 _DESCRIPTION = """
@@ -224,7 +223,8 @@ def evaluate_classifier(
     if problem_type == SINGLE:
         average = ("binary" if logits.shape[-1] == 2 else "macro") if with_f1 else None
         top, is_among_top = predictions[:, 0], predictions[:, 1:]
-        figures = Classification().compute(predictions=top.tolist(), references=references.tolist(), average=average)
+        pairs = {"predictions": top.tolist(), "references": references.tolist()}
+        figures = classification_metric().compute(**pairs, average=average)
         if logits.shape[-1] > TOP_K:
             figures[f"top{TOP_K}_accuracy"] = is_among_top.sum().item() / len(references)
         predictions = top
@@ -274,19 +274,26 @@ def _of_classes(predictions: Tensor, references: Tensor, label_names: Sequence[s
     return figures
 
 
-class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types
+def classification_metric() -> "evaluate.EvaluationModule":
     """Accuracy and scikit-learn's F1, a metric of ``evaluate`` without a network; a class that is never right has 0."""
+    with packages_of("vision,text", "accuracies"):
+        import datasets  # all three only where something is evaluated: they take half a second
+        import evaluate
+        from sklearn.metrics import f1_score
 
-    def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
-        return evaluate.MetricInfo(description=_DESCRIPTION, citation="", inputs_description=_INPUTS, features=features)
+    class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types
+        def _info(self) -> evaluate.MetricInfo:
+            indices = datasets.Value("int64")
+            features = datasets.Features({"predictions": indices, "references": indices})
+            words = {"description": _DESCRIPTION, "citation": "", "inputs_description": _INPUTS}
+            return evaluate.MetricInfo(**words, features=features)
 
-    def _compute(self, predictions: list[int], references: list[int], average: str | None = None) -> dict[str, float]:
-        matches = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
-        figures = {"accuracy": matches / len(references)}
-        if average is not None:
-            from sklearn.metrics import f1_score
+        def _compute(self, predictions: list[int], references: list[int], average: str | None) -> dict[str, float]:
+            matches = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
+            figures = {"accuracy": matches / len(references)}
+            if average is not None:
+                score = f1_score(references, predictions, average=average, zero_division=0)
+                figures["f1" if average == "binary" else f"f1_{average}"] = float(score)
+            return figures
 
-            score = f1_score(references, predictions, average=average, zero_division=0)
-            figures["f1" if average == "binary" else f"f1_{average}"] = float(score)
-        return figures
+    return Classification()

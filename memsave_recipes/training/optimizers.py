@@ -25,6 +25,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
 import json
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from math import isfinite, sqrt
 from typing import Any
@@ -197,9 +198,11 @@ def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: i
     Raises:
         InputError: ``--lr_scheduler_kwargs`` that the schedule cannot compute with.
     """
-    from transformers import get_scheduler  # slow to import, and of no use to --help
-
     length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by the steps after the warm-up
+    if optim.lr_scheduler_type == "linear":
+        return LambdaLR(optimizer, partial(_linear_factor, warmup_steps=optim.warmup_steps, num_steps=length))
+    from transformers import get_scheduler  # imports peft, bitsandbytes and inductor where they are installed
+
     arguments = json.loads(optim.lr_scheduler_kwargs)
     try:
         scheduler: LambdaLR = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length, arguments)
@@ -213,6 +216,13 @@ def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: i
     in_range = all(0 <= factor <= MAX_RATE for factor in factors)
     require(in_range, "--lr_scheduler_kwargs", optim.lr_scheduler_kwargs, "such that no rate is below 0 or infinite")
     return scheduler
+
+
+def _linear_factor(step: int, *, warmup_steps: int, num_steps: int) -> float:
+    """Return the factor of the rate that ``linear`` of transformers has, without what importing it loads."""
+    if step < warmup_steps:
+        return step / warmup_steps
+    return max(0.0, (num_steps - step) / (num_steps - warmup_steps))
 
 
 def clip_gradients(

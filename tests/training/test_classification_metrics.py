@@ -7,14 +7,14 @@ import torch
 from accelerate import Accelerator
 
 from memsave_recipes.losses import MULTI, REGRESSION
-from memsave_recipes.training.evaluation import Classification, evaluate_classifier
+from memsave_recipes.training.evaluation import classification_metric, evaluate_classifier
 
 REFERENCES = [1, 1, 1, 0, 0, 0]
 
 
 @pytest.fixture(scope="module")
 def metrics():
-    return Classification()
+    return classification_metric()
 
 
 def test_accuracy_alone(metrics):

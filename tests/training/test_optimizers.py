@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import SGD
+from transformers import get_scheduler
 from workloads import peak_bytes
 
 from memsave_recipes.errors import InputError
@@ -236,6 +237,15 @@ def test_8bit_without_its_library(monkeypatch):
     monkeypatch.setattr("memsave_recipes.training.optimizers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'memsave-recipes\[bitsandbytes\]'"):
         make_optimizer(OptimizerArguments(optimizer="adamw_8bit"), build())
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3, 7, 9])
+def test_linear_is_that_of_transformers_bit_for_bit(warmup_steps):
+    num_steps, optim = 7, OptimizerArguments(warmup_steps=warmup_steps)
+    optimizer = make_optimizer(optim, build())
+    (factor, *_) = make_scheduler(optim, optimizer, num_steps).lr_lambdas
+    (expected, *_) = get_scheduler("linear", optimizer, warmup_steps, max(num_steps, warmup_steps + 1)).lr_lambdas
+    assert [factor(step) for step in range(13)] == [expected(step) for step in range(13)]
 
 
 @pytest.mark.parametrize(
