@@ -118,6 +118,40 @@ MORE_IN_SHARDS = {
 }
 
 
+MODELS = {
+    "GPT-2": (GPT2, "language_modeling"),
+    "Llama": (LLAMA, "language_modeling"),
+    "ViT": (VIT, IMAGES),
+    "DenseNet": (DENSENET, IMAGES),
+}
+LONG = ["--global_batch_size", "16", "--max_steps", "20", "--logging_steps", "10", "--eval_steps", "20"]
+
+
+def matrix(model, num_ranks):
+    """Runs of 20 steps in both precisions, of 1 and of 4 micro-batches, each ended in the middle of a step."""
+    flags, recipe = MODELS[model]
+    return {
+        f"{model}, {precision}, {accumulation} x, {way[1]}": Case(
+            [*flags, *LONG, "--micro_batch_size", str(16 // (num_ranks * accumulation))],
+            recipe,
+            precision,
+            lives=(way, way),
+        )
+        for precision in ("fp16", "bf16")
+        for accumulation in (1, 4)
+        for way in (STATE, STEP)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("config", [None, "multi_gpu", "fsdp2"])
+def test_the_bits_of_twenty_steps_are_those_of_a_run_without(config, model, on_devices, tmp_path):
+    cases = matrix(model, 1 if config is None else 2)
+    test_the_bits_are_those_of_a_run_without(config, cases, on_devices, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "cases"),
     [
