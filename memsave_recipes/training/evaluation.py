@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,11 @@ from memsave_recipes.training.parsing import read_mapping
 
 if TYPE_CHECKING:
     import evaluate
+
+with packages_of("vision,text", "accuracies"):  # before the training; they are imported where something is evaluated
+    for package in ("datasets", "evaluate", "sklearn"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
 
 _DESCRIPTION = """
 The share of predictions that equal their references, and F1, the harmonic mean of precision and recall: from 0 to 1.
@@ -276,10 +282,9 @@ def _of_classes(predictions: Tensor, references: Tensor, label_names: Sequence[s
 
 def classification_metric() -> "evaluate.EvaluationModule":
     """Accuracy and scikit-learn's F1, a metric of ``evaluate`` without a network; a class that is never right has 0."""
-    with packages_of("vision,text", "accuracies"):
-        import datasets  # all three only where something is evaluated: they take half a second
-        import evaluate
-        from sklearn.metrics import f1_score
+    import datasets  # all three take half a second
+    import evaluate
+    from sklearn.metrics import f1_score
 
     class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types
         def _info(self) -> evaluate.MetricInfo:
@@ -288,7 +293,9 @@ def classification_metric() -> "evaluate.EvaluationModule":
             words = {"description": _DESCRIPTION, "citation": "", "inputs_description": _INPUTS}
             return evaluate.MetricInfo(**words, features=features)
 
-        def _compute(self, predictions: list[int], references: list[int], average: str | None) -> dict[str, float]:
+        def _compute(
+            self, predictions: list[int], references: list[int], average: str | None = None
+        ) -> dict[str, float]:
             matches = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
             figures = {"accuracy": matches / len(references)}
             if average is not None:
