@@ -369,8 +369,8 @@ def _gradients(
         return of_query, of_key, of_value
     autograd = torch._C.DispatchKey.AutogradFunctionality  # which operators do without inside
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
-        again = [one.detach().requires_grad_() for one in states]
-        found = torch.autograd.grad(_sdpa_of_each(*again, lengths, scale, window), again, gradient)
+        q, k, v = again = [one.detach().requires_grad_() for one in states]
+        found = torch.autograd.grad(_sdpa_of_each(q, k, v, lengths, scale, window), again, gradient)
     of_query, of_key, of_value = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in found)
     return of_query, of_key, of_value
 

@@ -133,8 +133,8 @@ class HostMasters:
         if unscale is not None:
             unscale()
         stepped = {master: weight for master, weight in self._weights.items() if master.grad is not None}
-        norms = torch.stack([vector_norm(local(master.grad)) for master in stepped])
-        norm = vector_norm(norms_over_ranks(norms, next(iter(stepped.values()))))
+        norms = torch.stack([vector_norm(local(self._sums[weight])) for weight in stepped.values()])
+        norm: Tensor = vector_norm(norms_over_ranks(norms, next(iter(stepped.values()))))
         nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
         return norm
 
