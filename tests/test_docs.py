@@ -1,8 +1,10 @@
 """The documentation: its examples run, the commands of the README take their flags, its links lead somewhere."""
 
 import importlib.util
+import inspect
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from memsave_recipes import cli
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -82,32 +86,94 @@ def test_the_recipe_of_the_page_resumes_both_models_and_both_optimizers(tmp_path
     assert {name for name in straight if not straight[name].equal(again[name])} == set()
 
 
+MIGRATING = (DOCS / "migrating.md").read_text(encoding="utf-8")
+MODEL_OF_RECIPE = {
+    "image_classification": ["--model", "vgg_small"],
+    "language_modeling": ["--model_type", "gpt2"],
+    "text_classification": ["--model_type", "bert"],
+}
+
+
+def rows_below(heading):
+    """The cells of each row below a heading of docs/migrating.md that begins with a flag of ours."""
+    section = MIGRATING.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `--")]
+
+
 @pytest.fixture(scope="module")
-def names_elsewhere():
-    """The rows of the table of names: the cells of each."""
-    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    table = page.partition("## What other programs call it")[2].partition("\n## ")[0]
-    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+def arguments():
+    return {name: module_of(ROOT / f"recipes/{name}.py").Arguments for name in MODEL_OF_RECIPE}
 
 
-def test_flags_of_other_programs_are_named_by_flags_of_ours(names_elsewhere):
-    recipes = ("image_classification", "language_modeling", "text_classification")
-    flags = {field.name for name in recipes for field in fields(module_of(ROOT / f"recipes/{name}.py").Arguments)}
-    ours = [name for row in names_elsewhere for name in re.findall(r"--(\w+)", row[0])]
-    assert len(ours) > 40
-    assert set(ours) <= flags
-    of_trainer = [name for row in names_elsewhere for name in re.findall(r"`([a-z]\w+)`", row[1])]
-    assert set(of_trainer) <= {field.name for field in fields(TrainingArguments)}
+def is_taken(words, arguments):
+    """Whether a recipe takes these flags, with a model if they name none."""
+    for name, model in MODEL_OF_RECIPE.items():
+        with suppress(InputError):
+            named = [] if words[0].startswith("--model") else model
+            return bool(parse_arguments(arguments[name], args=["--output_dir", "out", *named, *words]))
+    return False
 
 
-def test_names_of_trl_are_its_own(names_elsewhere):
+def test_flags_beside_other_programs_parse(arguments):
+    known = {field.name for kind in arguments.values() for field in fields(kind)}
+    cells = re.findall(r"^\| (`--.*?) \|", MIGRATING, re.M)
+    spans = [span for cell in cells for span in re.findall(r"`(--.*?)`", cell)]
+    assert len(spans) > 100
+    assert {name for span in spans for name in re.findall(r"--(\w+)", span)} <= known
+    with_values = [span for span in spans if " " in span]
+    assert len(with_values) > 15
+    assert [span for span in with_values if not is_taken(shlex.split(span), arguments)] == []
+
+
+@pytest.mark.parametrize("words", commands_of(MIGRATING), ids=" ".join)
+def test_commands_for_those_who_change_parse(words, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "CHATS.jsonl").write_text('{"messages": []}')
+    recipe = next(word for word in words if word.startswith("recipes/"))
+    parse_arguments(arguments[Path(recipe).stem], args=words[words.index(recipe) + 1 :])
+
+
+def test_defaults_beside_trainers_are_those(arguments):
+    section = MIGRATING.partition("| flag | here |")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (\S+)", section, re.M)
+    trainer = {field.name: field.default for field in fields(TrainingArguments)}
+    trainer["global_batch_size"] = trainer["per_device_train_batch_size"]
+    recipe = {field.name: field.default for field in fields(arguments["language_modeling"])}
+    assert len(rows) == 4
+    assert [(float(ours), float(theirs)) for _, ours, theirs in rows] == [
+        (recipe[name], trainer[name]) for name, *_ in rows
+    ]
+    for name in ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"):
+        assert recipe[name] == trainer[name]
+    assert (recipe["num_epochs"], trainer["num_train_epochs"]) == (3, 3)
+    assert (recipe["save_every_minutes"], trainer["save_steps"]) == (30, 500)
+
+
+def test_names_of_trainer_are_its_own():
+    named = [name for row in rows_below("Trainer, TRL and timm") for name in re.findall(r"`([a-z]\w+)`", row[1])]
+    assert len(named) > 30
+    assert set(named) <= {field.name for field in fields(TrainingArguments)}
+
+
+def test_names_of_trl_are_its_own():
     trl = pytest.importorskip("trl")
     known = {field.name for kind in (trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments) for field in fields(kind)}
-    named = [name for row in names_elsewhere for name in re.findall(r"`([a-z]\w+)`", row[2])]
-    named += [name for row in names_elsewhere if row[2] == "the same" for name in re.findall(r"--(\w+)", row[0])]
+    rows = rows_below("Trainer, TRL and timm")
+    named = [name for row in rows for name in re.findall(r"`([a-z]\w+)`", row[2])]
+    named += [name for row in rows if row[2] == "the same" for name in re.findall(r"--(\w+)", row[0])]
     assert len(named) > 15
     assert set(named) <= known
     assert issubclass(trl.SFTConfig, TrainingArguments)  # "as Trainer"
+
+
+def test_names_of_lightning_are_its_own():
+    lightning = pytest.importorskip("lightning")
+    callbacks = lightning.pytorch.callbacks
+    takers = [lightning.Trainer, lightning.Trainer.fit, callbacks.ModelCheckpoint, callbacks.EarlyStopping]
+    known = {name for taker in (*takers, callbacks.EMAWeightAveraging) for name in inspect.signature(taker).parameters}
+    named = [name for row in rows_below("Lightning") for name in re.findall(r"`([a-z]\w+)`", row[1])]
+    assert len(named) > 15
+    assert set(named) <= known
 
 
 def test_the_readme_is_short():

@@ -390,6 +390,11 @@ FIGURES = {
         "needs 6.42 GiB": measured("../article.ipynb", printed_in_the_article("predicted in all") / 1024),
         "read 14,222 MB": Stated("the article's figure"),
     },
+    "docs/errors.md": {
+        "16 bytes a parameter: 104 GiB for 7 billion": Asserted("tests/test_errors_page.py"),
+        "3.9 GiB for 8 x 1,024 x 128,256": Asserted("tests/test_errors_page.py"),
+    },
+    "docs/migrating.md": {"saved every 30 minutes": Asserted("tests/test_docs.py")},
     "docs/recipes.md": {
         "from 7.62 to": Stated("arithmetic: the logarithm of 2,048"),
         "5.04, 5.10 and 5.12 nats": measured(
