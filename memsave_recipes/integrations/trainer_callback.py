@@ -108,6 +108,8 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         """Compare the step with its prediction."""
         if self.training is not None:
             self.training.after_step()
+            if self.offload_optimizer == "step":  # whose gradients are still there if the scaler left the step out
+                self.training.optimizer.zero_grad()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer and its model back."""

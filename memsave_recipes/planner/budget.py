@@ -31,7 +31,7 @@ from memsave_recipes.plans.plan import (
     offloads,
 )
 from memsave_recipes.plans.prediction import Prediction, SpanPrediction
-from memsave_recipes.plans.shards import Shards, communication_s, peak_in_shards
+from memsave_recipes.plans.shards import ShardedUnit, Shards, communication_s, peak_in_shards
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -187,11 +187,13 @@ def static_memory_of(
         weights = list(model.parameters())
         kept = _allocated_bytes(largest_shards(weights, num_shards), on_cpu)
         sums = gradients if accumulates else 0
+        if gradients_leave(optim, device_type):
+            sums = min((layout.forwards_per_step - 1) * gradients, LEAVING_BYTES)
         return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
     buckets = gradients if layout.num_processes > 1 else 0
     stay = not optim.optimizer_in_backward and not (buckets and not accumulates)
     static = replace(static, buckets_bytes=buckets, gradients_resident=accumulates, gradients_stay=stay)
-    if optim.offload_optimizer == "step" and not on_cpu and not buckets and layout.needs_all_gradients is None:
+    if gradients_leave(optim, device_type) and not buckets and layout.needs_all_gradients is None:
         leaving = min(layout.forwards_per_step * gradients, LEAVING_BYTES)
         return replace(static, sums_bytes=leaving, gradients_resident=False, gradients_stay=False)
     earlier = layout.gradient_sums(trained, gradients)
@@ -200,6 +202,31 @@ def static_memory_of(
     if buckets and accumulates:  # in which alone the gradients are when the optimizer steps
         return replace(static, optimizer_bytes=max(0, static.optimizer_bytes - buckets))
     return static
+
+
+def gradients_leave(optim: OptimizerSettings, device_type: str) -> bool:
+    """Return whether gradients leave for the host, where the optimizer steps."""
+    return optim.offload_optimizer == "step" and device_type != "cpu"
+
+
+def shards_of(
+    units: tuple[ShardedUnit, ...],
+    optim: OptimizerSettings,
+    layout: BatchLayout,
+    *,
+    num_ranks: int,
+    num_replicas: int = 1,
+    device_type: str,
+) -> Shards:
+    """Make the shards of a step whose gradients are reduced in every micro-batch."""
+    leave = gradients_leave(optim, device_type)
+    return Shards(
+        units=units,
+        num_ranks=num_ranks,
+        num_replicas=num_replicas,
+        accumulates=layout.accumulation_steps > 1 and not leave,
+        leaving_bytes=LEAVING_BYTES if leave else None,
+    )
 
 
 def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:

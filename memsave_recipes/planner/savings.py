@@ -19,11 +19,10 @@ from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.models.adapters import LoraArguments, added_by_lora
-from memsave_recipes.planner.budget import InShards, StaticMemory, static_memory_of
+from memsave_recipes.planner.budget import InShards, StaticMemory, shards_of, static_memory_of
 from memsave_recipes.planner.search import Candidate, HostUse
 from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import plan_for
-from memsave_recipes.plans.shards import Shards
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.sharding.units import sharded_units
 from memsave_recipes.step.batch_layout import BatchLayout
@@ -324,11 +323,8 @@ def _in_shards(
     static = static_memory_of(optim, model, layout, num_shards=count, device_type=device_type)
     static = replace(static, losses_bytes=candidate.static.losses_bytes)
     ends = chain.blocks[0].name, chain.blocks[-1].name
-    shards = Shards(
-        units=sharded_units(model, plan, count, "full", on_cpu=device_type == "cpu", ends=ends),
-        num_ranks=count,
-        accumulates=layout.accumulation_steps > 1,
-    )
+    units = sharded_units(model, plan, count, "full", on_cpu=device_type == "cpu", ends=ends)
+    shards = shards_of(units, optim, layout, num_ranks=count, device_type=device_type)
     in_shards = InShards(of_plan=lambda plan: shards, bytes_per_s=inf)
     changed = _with_static(candidate, static)
     forecast = replace(changed.forecast, plan=plan, in_shards=in_shards)

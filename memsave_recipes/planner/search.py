@@ -21,6 +21,7 @@ from memsave_recipes.planner.budget import (
     fits_host,
     forecast,
     least_memory,
+    shards_of,
     static_memory_of,
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
@@ -365,11 +366,13 @@ def search_space(
     def in_shards(groups: ShardGroups, layout: BatchLayout) -> InShards:
         @cache
         def of_plan(plan: Plan) -> Shards:
-            return Shards(
-                units=sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu),
+            return shards_of(
+                sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu),
+                optim,
+                layout,
                 num_ranks=groups.size,
                 num_replicas=groups.num_replicas,
-                accumulates=layout.accumulation_steps > 1,
+                device_type=device_type,
             )
 
         return InShards(of_plan=of_plan, bytes_per_s=bytes_per_s)

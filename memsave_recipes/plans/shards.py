@@ -17,6 +17,7 @@ NOTE [ a step in shards ], as of torch 2.13 and 2.15 (``torch/distributed/fsdp/_
    registers them: embeddings, those behind frozen ones, and the root, whose weights stay from the first forward on.
 5. Accumulated micro-batches may be reduced one by one, so those before have left gradients of shards alone. Where
    groups replicate one another, what was reduced in this backward stays besides them until its end.
+   Those that leave for the host do so one by one; those of a unit share memory, so it goes with the last of them.
 6. Or those before the last one are not reduced (``no_sync``). The first leaves whole gradients. Each gradient of the
    others is gone when it has been added to them; that of a weight with two uses waits for the second.
 Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
@@ -80,6 +81,8 @@ class Shards:
         num_ranks: that hold the weights together.
         num_replicas: groups of so many ranks that replicate one another.
         accumulates: whether there are gradients of earlier micro-batches; they are in the chain's ``resident_bytes``.
+        leaving_bytes: of gradients that leave for the host, at most, besides those of the last two units; ``None``:
+            they stay.
         num_unreduced: micro-batches whose gradients stay whole until the next one of their step reduces them with its
             own; none where each is reduced.
     """
@@ -88,6 +91,7 @@ class Shards:
     num_ranks: int
     num_replicas: int = 1
     accumulates: bool = False
+    leaving_bytes: int | None = None
     num_unreduced: int = 0
 
 
@@ -146,7 +150,7 @@ class _MicroBatch:
         self.leaving: ShardedUnit | None = None  # the last one that was reduced, in its buffer
         self.order: list[ShardedUnit] = []  # of their forwards
         self.gradients: Counter[ShardedUnit | None] = Counter()  # whole, of those that are not reduced yet
-        self.reduced: set[ShardedUnit] = set()
+        self.reduced: list[ShardedUnit] = []
         self.waiting_bytes = 0  # gradients of weights with another use
         for at, block in enumerate(chain.blocks):
             self.gradients[self.unit_at.get(at, self.root)] += block.gradient_bytes if adds else 0
@@ -164,14 +168,18 @@ class _MicroBatch:
         buffers = [*self.whole, *self.incoming, *([self.behind] if self.behind else [])]
         gathered_bytes = sum(unit.gathered_bytes for unit in buffers) + sum(unit.rounding_bytes for unit in self.whole)
         reduced_bytes = self.leaving.reduced_bytes if self.leaving else 0
-        shards_bytes = sum(unit.reduced_bytes for unit in self.reduced) // self.shards.num_ranks
-        if self.shards.accumulates and self.shards.num_replicas == 1:  # rule 5
-            shards_bytes = 0
         return replace(
             point,
-            gradients_bytes=sum(self.gradients.values()) + self.waiting_bytes + shards_bytes,
+            gradients_bytes=sum(self.gradients.values()) + self.waiting_bytes + self._shards_bytes(),
             traffic_bytes=gathered_bytes + reduced_bytes + extra_bytes,
         )
+
+    def _shards_bytes(self) -> int:
+        """Return the bytes of reduced gradients: rule 5."""
+        sizes = [unit.reduced_bytes // self.shards.num_ranks for unit in self.reduced]
+        if self.shards.num_replicas > 1 or self.shards.leaving_bytes is None:
+            return 0 if self.shards.accumulates and self.shards.num_replicas == 1 else sum(sizes)
+        return min(sum(sizes), self.shards.leaving_bytes + sum(sizes[-2:]))
 
     def _forward(self, points: list[TimelinePoint]) -> Iterator[TimelinePoint]:
         """Follow rule 1."""
@@ -266,7 +274,7 @@ class _MicroBatch:
             moment = replace(then, phase="reduction", block=block)
             yield self._now(moment, unit.reduced_bytes + unit.copied_bytes)
             self.gradients.pop(unit, None)
-            self.reduced.add(unit)
+            self.reduced.append(unit)
             self.leaving = unit
 
     def _begin(self, turn: list[TimelinePoint]) -> TimelinePoint:

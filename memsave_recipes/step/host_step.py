@@ -248,7 +248,10 @@ class _OptimizerOfMasters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every master that has a gradient, and send it to the device; return the loss of ``closure``, if any."""
+        """Step every master that has a gradient, and send it to the device; return the loss of ``closure``, if any.
+
+        The gradients are used up: trainers clear those of their model.
+        """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.masters.collect()
         groups = self.param_groups
@@ -261,6 +264,7 @@ class _OptimizerOfMasters(Optimizer):
         finally:
             self.param_groups = groups
         self.masters.arrive()
+        self.zero_grad()
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -132,6 +132,12 @@ def test_accumulated_shards_are_resident_but_for_those_of_replicas():
     assert of_groups[-2:] == [("reduction", "a", 10 + 30 + 40, 40), ("optimizer", "", 0, 0)]
 
 
+@pytest.mark.parametrize(("leaving_bytes", "kept_bytes"), [(100, 10 + 30 + 20), (5, 5 + 30 + 20)])
+def test_gradients_that_leave_are_those_of_two_units_and_a_few_more(leaving_bytes, kept_bytes):
+    found = moments(replace(SHARDS, leaving_bytes=leaving_bytes))
+    assert found[-2:] == [("reduction", "a", 10 + 30 + 40, 40), ("optimizer", "", kept_bytes, 0)]
+
+
 WHOLE = 40 + 60 + 20  # all gradients
 UNREDUCED = replace(SHARDS, num_unreduced=1)
 

@@ -10,6 +10,7 @@ from samples import sample
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import WORKSPACES, overheads_of_target
 from memsave_recipes.step import host_state
+from memsave_recipes.step.host_step import STAGED_BYTES
 from memsave_recipes.text import GIB
 
 CARD = "a100"  # at whose rates an unknown device is planned for
@@ -75,16 +76,19 @@ def test_peak_and_pinned_memory_are_predicted(train, pinned, model, optimizer, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
-def test_on_two_devices(on_devices, tmp_path, config):
+@pytest.mark.parametrize(("config", "offload"), [("multi_gpu", "state"), ("fsdp2", "state"), ("fsdp2", "step")])
+def test_on_two_devices(on_devices, tmp_path, config, offload):
     plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "4", "--micro_batch_size", "2"]
     options = {"folder": tmp_path / "run", "common": MODELS["gpt2"][1:], "environment": on_devices(2)}
-    code, output = end_of(launch("language_modeling", config, *plan, *ON_HOST, **options))
+    flags = [*plan, *ON_HOST, "--offload_optimizer", offload]
+    code, output = end_of(launch("language_modeling", config, *flags, **options))
     assert code == 0, output
-    memory = json.loads((tmp_path / "run" / "results.json").read_text())["memory"]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    memory, moments = results["memory"], 8 * results["num_parameters"] // 2  # of a rank
     kept = (
         0 if config == "multi_gpu" else overheads_of_target(find_target(CARD))[WORKSPACES]
     )  # a stand-in keeps nothing
     peak, predicted = (round(memory[name] * GIB) for name in ("peak_allocated_gib", "predicted_peak_gib"))
     assert peak <= predicted - kept <= 1.02 * peak
-    assert memory["predicted_host_gib"] * GIB == host_state.SLAB_BYTES
+    stepped = STAGED_BYTES + moments if offload == "step" else 0
+    assert memory["predicted_host_gib"] * GIB == host_state.SLAB_BYTES + stepped
