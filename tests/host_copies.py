@@ -1,5 +1,6 @@
 """Offloading on a CPU: copies that happen late, or to memory that torch does not count."""
 
+import threading
 import weakref
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -86,7 +87,7 @@ class CopiesInOrder:
     """Copies that are made, one after the other, when somebody waits for one, into memory that holds NaN until then."""
 
     def __init__(self):
-        self.under_way = []
+        self.under_way, self.lock = [], threading.Lock()
 
     def empty_on_host(self, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -108,7 +109,8 @@ class _EndOfCopies:
         self.copies, self.number = copies, number
 
     def synchronize(self):
-        for pairs in self.copies.under_way[: self.number]:
-            for target, source in pairs:
-                target.copy_(source)
-            pairs.clear()
+        with self.copies.lock:
+            for pairs in self.copies.under_way[: self.number]:
+                for target, source in pairs:
+                    target.copy_(source)
+                pairs.clear()

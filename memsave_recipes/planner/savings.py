@@ -161,7 +161,8 @@ def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
     """Free all gradients but the largest one."""
     skips = setup.flags.get("skip_nonfinite") or 0
     refusal = why_not_in_backward(setup.layout, setup.mixed_precision, clips=False, skip_nonfinite=skips)
-    if setup.flags.get("optimizer_in_backward") is False and refusal is None:
+    leave = setup.flags.get("offload_optimizer") == "step"  # anyway
+    if setup.flags.get("optimizer_in_backward") is False and refusal is None and not leave:
         trained = setup.trained
         yield Saving(
             flags="--optimizer_in_backward --max_grad_norm 0",

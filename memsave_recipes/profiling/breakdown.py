@@ -174,7 +174,7 @@ def break_down_peak(
     resident = persistent_tensors(model, optimizer, kept)
     held_before = None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
     labels = Labels()
-    with _labelling(model, optimizer, labels), record_allocations(labels) as events:
+    with _labelling(model, optimizer, labels, device), record_allocations(labels) as events:
         yield peak
     on_device = [event for event in events if isinstance(event, Label) or event.device.type == device.type]
     peak.breakdown = _at_the_peak(on_device, resident, held_before)
@@ -202,11 +202,14 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tenso
 
 
 @contextmanager
-def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels) -> Iterator[None]:
+def _labelling(
+    model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels, device: torch.device
+) -> Iterator[None]:
     """Label gradients when they have been accumulated, the optimizer's state after its step, weights when gathered.
 
     Gradients in shards that are reduced once a step are those of gathered weights until then. An optimizer that steps
-    inside the backward frees a gradient before any later hook sees it, so they are also labelled when it begins.
+    inside the backward frees a gradient before any later hook sees it, so they are also labelled when it begins. One
+    that steps on the host has neither on ``device``, and a thread that must not look at a model while it runs.
     """
 
     def label_gradient(parameter: Tensor) -> None:
@@ -225,7 +228,9 @@ def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Label
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]
-    handles += [optimizer.register_step_pre_hook(label_gradients), optimizer.register_step_post_hook(label_state)]
+    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(parameter.device.type == device.type for parameter in stepped):
+        handles += [optimizer.register_step_pre_hook(label_gradients), optimizer.register_step_post_hook(label_state)]
     with hooked(handles), noting_gathered(model, label_gathered):
         yield
 

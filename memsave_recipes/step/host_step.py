@@ -11,7 +11,8 @@ NOTE [ steps on the host ]
    to its place on the host. A thread adds those of later micro-batches to it, in the dtype of the master: in float32
    these are the sums that the device would make.
 3. All gradients are on the host before the first parameter is stepped, so clipping and the check for NaN are those of
-   any run. The price is that no update runs beside the backward.
+   any run. With ``--optimizer_in_backward``, which does without both, the thread steps each master as soon as its
+   gradient is whole. The weights follow after the backward, which may read them until then.
 4. The masters are stepped in pieces (``pieces_of``). While one is stepped, the one before travels to the device.
 5. Under DDP, and where gradients are added up in a fixed order, they stay on the device until the last backward ends.
 6. A checkpoint holds the masters where they have more bits than the weights.
@@ -20,14 +21,17 @@ NOTE [ steps on the host ]
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
@@ -83,18 +87,41 @@ class HostMasters:
         self._are_current = False
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._last: Any = None
-        self._adder = ThreadPoolExecutor(1, "gradients")
+        self._thread = ThreadPoolExecutor(1, "gradients")
+        self._step_one: Callable[[Tensor], Any] | None = None
+        self._stepping: dict[Tensor, Future[Any]] = {}
+        self._nodes: list[Node] = []
         self._ring = _Ring(ring_bytes(local(one).nbytes for one in self.of), down.empty_on_host)
 
     def leave_in_backward(self) -> None:
         """Let every gradient leave the device as soon as it is there."""
         for weight in self.of:
             if weight not in self._waiting:
-                weight.register_post_accumulate_grad_hook(self._leave)
+                weight.register_post_accumulate_grad_hook(_weakly(self._leave))
 
     def leave_stream(self, stream: WeightStream) -> None:
         """Take the gradients of weights that ``stream`` brings to the device."""
         self._stream, stream.leave = stream, self.take_gradient
+
+    def step_in_backward(self, step: Callable[[Tensor], Any]) -> None:
+        """Let the thread ``step`` each master as soon as its gradient is on the host, one micro-batch a step."""
+        self._step_one = step
+        for weight in self._waiting.intersection(self.of):
+            node = get_gradient_edge(weight).node  # runs once, after all uses of the weight in a backward
+            node.register_hook(partial(_weakly(self._step_soon), weight))
+            self._nodes.append(node)
+
+    def _step_soon(self, weight: nn.Parameter, *_: Any) -> None:
+        master = self.of[weight]
+        if self._step_one is not None and master.grad is self._sums[weight]:
+            self._stepping[master] = self._thread.submit(_step_after, self._last, self._step_one, master)
+
+    def stepped(self) -> Iterator[Tensor]:
+        """Yield the masters that the backward lets step, each when that is done."""
+        stepping, self._stepping = self._stepping, {}
+        for master, done in stepping.items():
+            done.result()
+            yield master
 
     def is_wide(self, master: Tensor) -> bool:
         """Return whether a master has more bits than its weight."""
@@ -109,18 +136,17 @@ class HostMasters:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Wait until all gradients of the step are on the host."""
-        if not self._are_current:
-            self.take({})
+        """Wait until all gradients of the step are on the host, unless the thread does."""
         for weight in self.of:
             if weight not in self._waiting and weight.grad is not None:
                 self._leave(weight)
         self._free_leaving(0)
         if self._stream is not None:
             self._stream.settle()
-        if self._last is not None:
-            self._last.synchronize()
-        self._ring.drain()
+        if self._step_one is None:
+            if self._last is not None:
+                self._last.synchronize()
+            self._ring.drain()
 
     @torch.no_grad()
     def clip(self, max_norm: float, unscale: Callable[[], Any] | None = None) -> Tensor:
@@ -142,10 +168,13 @@ class HostMasters:
         gradient, weight.grad = weight.grad, None
         assert gradient is not None, "called where there is one"
         self.take_gradient(weight, gradient)
+        self._step_soon(weight)
 
     @torch.no_grad()
     def take_gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Begin to copy a gradient of ``weight`` to the host, to be added to those of the step."""
+        if not self._are_current:
+            self.take({})
         master, total, gradient = self.of[weight], local(self._sums[weight]), local(gradient)
         if gradient.stride() != total.stride():  # copied in the layout of its memory alone
             gradient = torch.empty_strided(
@@ -156,7 +185,7 @@ class HostMasters:
         else:
             staged = self._ring.take(gradient)
             self._last = self._down.start([(staged, gradient)])
-            added = self._adder.submit(_add, total, staged, after=self._last, is_first=master.grad is None)
+            added = self._thread.submit(_add, total, staged, after=self._last, is_first=master.grad is None)
             self._ring.give_back(added.result)
         master.grad = self._sums[weight]
         self._leaving.append((self._last, gradient))
@@ -186,6 +215,23 @@ class HostMasters:
         """Let the device wait for the weights that were sent."""
         if self._last is not None:
             self._up.wait(self._last)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method for as long as its object is there: a cycle through a hook of a parameter is never freed."""
+    of_object = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (bound := of_object()) is not None:
+            bound(*args)
+
+    return call
+
+
+@torch.no_grad()
+def _step_after(copied: Any, step: Callable[[Tensor], Any], master: Tensor) -> None:
+    copied.synchronize()
+    step(master)
 
 
 def ring_bytes(sizes: Iterable[int]) -> int:
@@ -254,18 +300,31 @@ class _OptimizerOfMasters(Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.masters.collect()
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for piece in pieces_of(master for master in group["params"] if master.grad is not None):
-                    self.param_groups = [{**group, "params": piece}]
-                    super().step()
-                    self.masters.send(piece)
-        finally:
-            self.param_groups = groups
+        for piece in self._stepped_pieces():
+            self.masters.send(piece)
         self.masters.arrive()
         self.zero_grad()
         return loss
+
+    def _stepped_pieces(self) -> Iterator[list[Tensor]]:
+        """Step what the backward has not; yield all that is stepped, piece by piece."""
+        yield from ([master] for master in self.masters.stepped())
+        for group in self.param_groups:
+            for piece in pieces_of(master for master in group["params"] if master.grad is not None):
+                self._step_piece(group, piece)
+                yield piece
+
+    def _step_piece(self, group: dict[str, Any], piece: list[Tensor]) -> None:
+        groups = self.param_groups
+        self.param_groups = [{**group, "params": piece}]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    def _step_in_backward(self, number_of_group: int, master: Tensor) -> None:
+        self._step_piece(self.param_groups[number_of_group], [master])
+        master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the masters that have more bits than their weights."""
@@ -289,17 +348,26 @@ class _OptimizerOfMasters(Optimizer):
 
 
 def step_masters(
-    optimizer: Optimizer, masters: HostMasters, *, leave_in_backward: bool = True, stream: WeightStream | None = None
+    optimizer: Optimizer,
+    masters: HostMasters,
+    *,
+    leave_in_backward: bool = True,
+    in_backward: bool = False,
+    stream: WeightStream | None = None,
 ) -> None:
     """Let ``optimizer``, which steps ``masters``, take their gradients from the device and send the weights there.
 
     Args:
         leave_in_backward: let a gradient leave as soon as it is there: not where several ranks, or an order of their
             own, make the sum.
+        in_backward: step each master beside the rest of the backward, which is the only one of a step.
         stream: of weights that wait on the host.
     """
-    kind: Any = type(optimizer)
+    kind, stepping = type(optimizer), cast(_OptimizerOfMasters, optimizer)
     optimizer.__class__ = type(kind.__name__, (_OptimizerOfMasters, kind), {"masters": masters})
+    if in_backward:
+        numbers = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+        masters.step_in_backward(lambda master: stepping._step_in_backward(numbers[master], master))
     if stream is not None:
         masters.leave_stream(stream)
     if leave_in_backward:

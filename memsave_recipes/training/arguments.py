@@ -410,23 +410,17 @@ class OptimizerArguments(OptimizerSettings):
             raise InputError(
                 f"--bf16_stochastic_round is for AdamW, and not for --optimizer {self.optimizer}: leave one of them out"
             )
-        if self.offload_optimizer == "step":
-            self._check_step_on_host()
+        if self.offload_optimizer == "step" and self.optimizer == "muon":
+            raise InputError(
+                "--offload_optimizer step: --optimizer muon multiplies matrices, for which hosts are slow: take "
+                "--offload_optimizer state"
+            )
         for name in ("momentum", "adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, name) < 1, f"--{name}", getattr(self, name), "in [0, 1)")
         require(0 < self.adam_epsilon <= 1, "--adam_epsilon", self.adam_epsilon, "in (0, 1]")
         require(self.ema_decay is None or 0 < self.ema_decay < 1, "--ema_decay", self.ema_decay, "in (0, 1)")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
         self._check_schedule()
-
-    def _check_step_on_host(self) -> None:
-        reasons = {
-            "--optimizer_in_backward needs gradients on the device": self.optimizer_in_backward,
-            "--optimizer muon multiplies matrices, for which hosts are slow": self.optimizer == "muon",
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
-        if reason is not None:
-            raise InputError(f"--offload_optimizer step: {reason}: take --offload_optimizer state")
 
     def _check_schedule(self) -> None:
         """``--lr_scheduler_kwargs`` are arguments of the schedule; their values are for ``make_scheduler`` to try."""

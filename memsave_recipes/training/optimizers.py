@@ -107,8 +107,10 @@ def make_optimizer(
         case _:
             optimizer = AdamW(parameters, fused=True, **of_adamw)
     if masters is not None:
-        step_masters(optimizer, masters, leave_in_backward=leaves_in_backward, stream=stream_of(model))
-    elif offloads:
+        ways = {"leave_in_backward": leaves_in_backward, "in_backward": optim.optimizer_in_backward}
+        step_masters(optimizer, masters, **ways, stream=stream_of(model))
+        return optimizer
+    if offloads:
         keep_state_on_host(optimizer)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 STATE = ["--offload_optimizer", "state"]
 STEP = ["--offload_optimizer", "step"]  # whose kernels are those of the stand-in, so that the bits are the same
 STREAMED = [*STEP, "--stream_weights", "host"]
+IN_BACKWARD = ["--optimizer_in_backward", "--max_grad_norm", "0"]
 SHORT = ["--max_steps", "4", "--logging_steps", "2", "--eval_steps", "4", "--max_grad_norm", "0.5"]
 LANGUAGE = ["--block_size", "32", "--max_eval_samples", "8", "--global_batch_size", "8", "--vocab_size", "512", *SHORT]
 GPT2 = [*scratch("gpt2"), *LANGUAGE]
@@ -71,11 +72,13 @@ MORE_ON_ONE_DEVICE = {
     "Adafactor": Case([*GPT2, "--optimizer", "adafactor"], lives=KILLED),
     "stochastic rounding": Case([*LLAMA, *BFLOAT16], lives=KILLED),
     "SGD, fp16": Case([*GPT2, "--optimizer", "sgd"], precision="fp16"),
-    "in the backward": Case([*GPT2, "--optimizer_in_backward", "--max_grad_norm", "0"], lives=KILLED),
+    "in the backward": Case([*GPT2, *IN_BACKWARD], lives=KILLED),
     "an average": Case([*GPT2, "--ema_decay", "0.9"], lives=KILLED),
     "the same bits anywhere": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"]),
     "steps that may be left out": Case([*GPT2, "--skip_nonfinite", "2"]),
     "streamed LoRA": Case([*LLAMA, "--lora", "--lora_rank", "8", "--stream_weights", "host"]),
+    "step in the backward, bf16": Case([*GPT2, *IN_BACKWARD], precision="bf16", lives=(STEP, STEP)),
+    "weights, step in the backward": Case([*LLAMA, *RECOMPUTED, *IN_BACKWARD], lives=(STREAMED, STREAMED)),
     "GPT-2, step, bf16": Case(GPT2, precision="bf16", lives=(STEP, STEP)),
     "ViT, accumulated, step": Case([*VIT, *ACCUMULATED], IMAGES, lives=(STEP, [])),
     "ViT, weights, bf16": Case([*VIT, *RECOMPUTED], IMAGES, precision="bf16", lives=(STREAMED, STREAMED)),

@@ -1,5 +1,8 @@
 """An optimizer that steps on the host gives the bits of one on the CPU, and leaves nothing on the device."""
 
+import gc
+import threading
+import weakref
 from copy import deepcopy
 from functools import partial
 from math import isfinite
@@ -11,6 +14,7 @@ from host_copies import CopiesInOrder
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AlbertConfig, AlbertForMaskedLM
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.streaming import WeightStream, place, stream_weights, streamed_parameters
@@ -37,7 +41,8 @@ FIRST, LATER = 3, 4  # steps
 
 
 def settings(*, offload="none", **options):
-    return OptimizerArguments(learning_rate=1e-2, max_grad_norm=0.5, offload_optimizer=offload, **options)
+    options = {"learning_rate": 1e-2, "max_grad_norm": 0.5, **options}
+    return OptimizerArguments(offload_optimizer=offload, **options)
 
 
 def make_model(dtype=torch.float32, memory_format=torch.channels_last):
@@ -51,15 +56,16 @@ def micro_batches(step):
     return torch.randn(3, 4, 3, 16, 16, generator=random).to(DEVICE)
 
 
-def run(optim, model, optimizer, *, steps):
+def run(optim, model, optimizer, *, steps, count=3):
     scheduler = LambdaLR(optimizer, lambda step: 1 / (steps[0] + step + 1))
     accelerator = Accelerator(cpu=DEVICE.type == "cpu")
     dtype = next(model.parameters()).dtype
     for step in steps:
-        for images in micro_batches(step):
+        for images in micro_batches(step)[:count]:
             model(images.to(dtype)).square().sum().backward()
         norm = clip_gradients(optim, accelerator, model, optimizer)
-        assert norm.isfinite()
+        assert (norm is None) is optim.optimizer_in_backward
+        assert norm is None or norm.isfinite()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -182,10 +188,9 @@ def test_a_saved_run_goes_on_with_and_without(offloaded_first):
     assert_same_bits(run(optim, resumed, optimizer, steps=range(FIRST, FIRST + LATER)), expected)
 
 
-@pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"optimizer_in_backward": True}])
-def test_what_needs_gradients_on_the_device_is_refused(options):
-    with pytest.raises(InputError, match=r"--offload_optimizer step: --optimizer.*take --offload_optimizer state"):
-        settings(offload="step", **options)
+def test_muon_is_refused():
+    with pytest.raises(InputError, match=r"--offload_optimizer step: --optimizer muon.*take --offload_optimizer state"):
+        settings(offload="step", optimizer="muon")
 
 
 class OwnLoop:
@@ -259,9 +264,53 @@ def test_ranks_are_refused_for_streamed_weights_alone(offload, streams):
     check_offload(settings(offload=offload), BatchLayout.of(8, 4, 2), streams=streams)
 
 
-def streaming(dtype):
-    """A language model whose layers' weights wait on the host, and its stream."""
-    model = causal_model("llama", dtype).to(DEVICE)
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [*RULES, "stochastic"])
+def test_stepping_beside_the_backward_gives_the_bits_of_stepping_after_it(rule, dtype):
+    if rule == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    if rule == "stochastic" and dtype == torch.float32:
+        pytest.skip("rounds bfloat16")
+    options, results = RULES.get(rule, STOCHASTIC), []
+    for others in ({"max_grad_norm": 0}, IN_BACKWARD):
+        model = make_model(dtype, torch.contiguous_format)
+        optim, optimizer = on_host(model, **options, **others)
+        optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does; it makes the groups anew
+        results.append(run(optim, model, optimizer, steps=range(LATER), count=1))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("options", [{}, IN_BACKWARD])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_model_that_is_stepped_on_the_host_is_freed(options, streams):
+    model = causal_model("llama").to(DEVICE)
+    model = streaming(model=model) if streams else model
+    optim, optimizer = on_host(model, **options)
+    train_language(model, optim, optimizer, steps=range(1), count=1)
+    gone = [weakref.ref(one) for one in (model.model.layers[0].mlp.up_proj.weight, masters_of(optimizer), optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in gone] == [None, None, None]
+
+
+def test_what_fails_beside_the_backward_ends_the_step():
+    model = make_model()
+    optim, optimizer = on_host(model, **IN_BACKWARD)
+
+    def fail(*_):
+        raise ArithmeticError("within the thread")
+
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ArithmeticError, match="within the thread"):
+        run(optim, model, optimizer, steps=range(1), count=1)
+
+
+def streaming(dtype=torch.float32, model=None):
+    """A language model, or ``model``, whose layers' weights wait on the host."""
+    model = model or causal_model("llama", dtype).to(DEVICE)
     if DEVICE.type != "cpu":
         place(model.cpu(), DEVICE, streamed="all")
         return model
@@ -269,11 +318,11 @@ def streaming(dtype):
     return model
 
 
-def train_language(model, optim, optimizer, *, steps, plan="full"):
+def train_language(model, optim, optimizer, *, steps, plan="full", count=2):
     handle = apply_plan(model, plan_blocks(model, plan))
     accelerator = Accelerator(cpu=DEVICE.type == "cpu")
     for step in steps:
-        for tokens in torch.randint(50, (2, 2, 8), generator=torch.Generator().manual_seed(step)).to(DEVICE):
+        for tokens in torch.randint(50, (count, 2, 8), generator=torch.Generator().manual_seed(step)).to(DEVICE):
             model(input_ids=tokens, labels=tokens).loss.backward()
         clip_gradients(optim, accelerator, model, optimizer)
         optimizer.step()
@@ -297,9 +346,41 @@ def test_streamed_weights_train_to_the_bits_of_those_on_the_device(dtype, option
     assert all(weight.device.type == "cpu" for weight in streamed_parameters(model))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_later_layer_is_stepped_while_the_backward_of_the_first_is_to_come(streams):
+    model = causal_model("llama").to(DEVICE)
+    model = streaming(model=model) if streams else model
+    optim, optimizer = on_host(model, **IN_BACKWARD)
+    later, stepped, seen = model.model.layers[1].mlp.up_proj.weight, threading.Event(), []
+    master = masters_of(optimizer).of[later]
+    optimizer.register_step_post_hook(lambda *_: stepped.set() if optimizer.state[master] else None)
+    model.model.embed_tokens.weight.register_hook(lambda _: seen.append(stepped.wait(timeout=60)))
+    train_language(model, optim, optimizer, steps=range(1), count=1)
+    assert seen == [True]
+
+
+def repeating():
+    """A language model whose one layer runs four times."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "embedding_size": 16, "num_attention_heads": 2}
+    return AlbertForMaskedLM(AlbertConfig(vocab_size=64, num_hidden_layers=4, **sizes)).to(DEVICE)
+
+
+@pytest.mark.parametrize("plan", ["none", "full", "segments:1"])
+@pytest.mark.parametrize("make", [partial(causal_model, "llama"), repeating], ids=["layers", "one layer"])
+def test_streamed_weights_are_stepped_beside_the_backward_with_the_same_bits(make, plan):
+    results = []
+    for others in ({"max_grad_norm": 0}, IN_BACKWARD):
+        model = streaming(model=make().to(DEVICE))
+        optim, optimizer = on_host(model, **others)
+        results.append(train_language(model, optim, optimizer, steps=range(LATER), plan=plan, count=1))
+    after, beside = results
+    assert all(torch.equal(beside[name], weight) for name, weight in after.items())
+
+
 def test_gradients_outside_of_training_go_to_the_weights_on_the_host():
-    model, other = streaming(torch.float32), causal_model("llama", torch.float32).to(DEVICE)
-    _, optimizer = on_host(model)
+    model, other = streaming(), causal_model("llama", torch.float32).to(DEVICE)
+    _, optimizer = on_host(model, **IN_BACKWARD)
     tokens = torch.arange(8).to(DEVICE)[None]
     with preserve_state(model, DEVICE):
         model(input_ids=tokens, labels=tokens).loss.backward()
