@@ -1,7 +1,7 @@
 """``python on_one_device.py FOLDER``: the training recipes on a stand-in for CUDA, with a proof of an offloading plan.
 
 Run with ``STANDIN_WAITS`` set. Leaves ``waits.json``: what the host waits for in the 4th step of each run, which is
-neither measured nor logged nor saved.
+neither measured nor logged nor saved; and in a copy of a checkpoint.
 """
 
 import json
@@ -21,17 +21,28 @@ import language_modeling  # noqa: E402
 import text_classification  # noqa: E402
 from lives import FLAGS  # noqa: E402
 
+from memsave_recipes.checkpoints.state import RankState  # noqa: E402
 from memsave_recipes.run.training_run import TrainingRun  # noqa: E402
 
 RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, language_modeling, text_classification)]
-RUNS.append(("state on the host", language_modeling, ["--offload_optimizer", "state"]))
+RUNS.append(
+    ("state on the host", language_modeling, ["--offload_optimizer", "state", "--async_save", "--save_every", "3"])
+)
 STEP = 4
 FEW = ["--max_steps", "5", "--logging_steps", "100", "--eval_steps", "100", "--micro_batch_size", "4"]
 found: dict[str, dict[str, int]] = {}
 
 
 def main(folder: Path) -> None:
-    steps = TrainingRun.steps
+    steps, copied = TrainingRun.steps, RankState.copied
+
+    def copied_and_counted(*args):
+        before = Counter(waits)
+        state = copied(*args)
+        found["a copy of a checkpoint"] = {_describe(*wait): count for wait, count in (waits - before).items()}
+        return state
+
+    RankState.copied = copied_and_counted
     for name, recipe, flags in RUNS:
         before: Counter[tuple[str, str]] = Counter()
 

@@ -98,6 +98,7 @@ WAITS = {
     "language_modeling": {},
     "text_classification": {f"{ALL_ONES}_ignore_bidirectional_mask_sdpa": 4},
     "state on the host": {},
+    "a copy of a checkpoint": {"synchronize stream: step/host_state.py copies_on_host": 1},
 }
 
 

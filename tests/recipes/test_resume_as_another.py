@@ -187,3 +187,8 @@ def test_where_the_optimizer_steps_may_change_and_state_alone_is_nothing_to_tell
         "note: --offload_optimizer was state and is step: an update on the host rounds in another way than one on the "
         "device"
     )
+
+
+def test_where_the_weights_wait_may_change():
+    saved, present = ({"lr_scheduler_type": "constant", "stream_weights": value} for value in ("none", "host"))
+    assert check_same_flags(saved, present) == check_same_flags(present, saved) == []
