@@ -18,6 +18,10 @@ NOTE [ steps on the host ]
 6. A checkpoint holds the masters where they have more bits than the weights.
 7. A weight that waits on the host itself (``--stream_weights``) is its own master if the dtypes are the same. It is
    stepped when no copy reads it.
+8. Of weights in shards each rank steps its parts: a master is a ``DTensor`` with its part on the host, so optimizers
+   and checkpoints see shards. The norms of the parts are summed on the device, in one message. Torch's
+   ``CPUOffloadPolicy`` serves where all weights may wait on the host as well, and neither clips without a process
+   group of CPUs nor adds gradients of bfloat16 up in float32.
 """
 
 from collections import deque
@@ -375,15 +379,17 @@ def step_masters(
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # nothing on the device says found_inf
 
 
-def step_on_host(model: nn.Module, optimizer: Optimizer) -> None:
+def step_on_host(model: nn.Module, optimizer: Optimizer) -> HostMasters | None:
     """Let ``optimizer`` step float32 copies of the parameters of ``model`` on the host, where their gradients go.
 
-    Clip by ``optimizer.masters.clip(max_norm)``: the parameters of the model have no gradients. On a CPU all stays
-    where it is, and a warning says so.
+    Clip by ``clip(max_norm)`` of what this returns: the parameters of the model have no gradients.
 
     Args:
         model: on its device.
         optimizer: torch's own, before its first step, and before a schedule or another wrapper takes it.
+
+    Returns:
+        The copies; ``None``, and a warning, on a CPU, where all stays.
 
     Raises:
         InputError: a schedule has taken its ``step`` already.
@@ -392,13 +398,14 @@ def step_on_host(model: nn.Module, optimizer: Optimizer) -> None:
     trained = {one for group in groups for one in group["params"] if one.requires_grad}
     device = local(next(iter(trained))).device
     if not may_leave(device):
-        return
+        return None
     refuse_scheduled(optimizer)
     masters = masters_on_host([one for one in model.parameters() if one in trained], device, torch.float32)
     for group in groups:
         group["params"] = [masters.of[one] for one in group["params"] if one in trained]
     reduces_first = dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model)
     step_masters(optimizer, masters, leave_in_backward=not reduces_first)
+    return masters
 
 
 def scale_on_host(scaler: GradScaler | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
+from accelerate import Accelerator
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -126,6 +127,36 @@ def fit(folder, keeps, *, epochs=2, resume=None):
     return on_host(module.network)
 
 
+def accelerated(model, optimizer):
+    """Both as Accelerate prepares them, and its backward."""
+    accelerator = Accelerator()
+    return *accelerator.prepare(model, optimizer), accelerator.backward
+
+
+def in_fabric(model, optimizer):
+    """Both as Fabric sets them up, and its backward."""
+    fabric = lightning.Fabric(accelerator="cuda", devices=1)
+    return *fabric.setup(model, optimizer), fabric.backward
+
+
+def loop(wrapped, *, on_the_host):
+    """Weights after a loop of one's own, in which a micro-batch alone, and one after the other, make a step."""
+    model = llama(dropout=0.0).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    masters = memsave.step_on_host(model, optimizer) if on_the_host else None
+    trained, stepped, backward = wrapped(model, optimizer)
+    for count in (1, 2, 1):
+        for batch in [padded(rows([48] * 4))] * count:
+            backward(trained(**{name: value.cuda() for name, value in batch.items()}).loss)
+        if masters is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            masters.clip(0.5)
+        stepped.step()
+        model.zero_grad()
+    return on_host(model)
+
+
 def main(folder: Path) -> None:
     host_state.PIECE_BYTES = 2**15
     planned_training.LEAVING_BYTES = host_step.LEAVING_BYTES = 2**14
@@ -146,6 +177,8 @@ def main(folder: Path) -> None:
     for offload in ("state", "step"):
         callback = memsave.MemsaveCallback(strategy="full", offload_optimizer=offload)
         assert not differing(plain, tune(folder / f"trl-{offload}", [callback])), offload
+    for wrapped in (lambda model, optimizer: (model, optimizer, torch.Tensor.backward), accelerated, in_fabric):
+        assert not differing(*(loop(wrapped, on_the_host=there) for there in (False, True))), wrapped
     fitted = fit(folder / "plain", lambda optimizer: None)
     assert not differing(fitted, fit(folder / "two", memsave.keep_state_on_host))
     fit(folder / "one", memsave.keep_state_on_host, epochs=1)

@@ -201,10 +201,9 @@ class OwnLoop:
         self.model[0].bias.requires_grad = False
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.scaler = scaler
+        self.masters = step_on_host(self.model, self.optimizer) if by_host else None
         if by_host:
-            step_on_host(self.model, self.optimizer)
             scale_on_host(scaler)
-        self.masters = masters_of(self.optimizer)
 
     def train(self, num_steps):
         """The norms of the steps, and the scales after them."""
