@@ -1,13 +1,13 @@
-"""The loss of a large vocabulary, six ways: time, memory beyond the gradients, and error against float64.
+"""The loss of a large vocabulary, seven ways: time, memory beyond the gradients, and error against float64.
 
     python benchmarks/linear_cross_entropy.py
     python benchmarks/linear_cross_entropy.py --shape 8192 2048 128256 --precisions bfloat16   # your model's sizes
 
 Every way computes the summed cross-entropy of a linear head and its gradients for hidden states and head: on all logits
-at once, as `memsave_recipes.losses` does it, as torch's own `linear_cross_entropy` does (torch 2.13), in chunks under
-checkpoint, and with the kernels of Liger and of Apple's cut-cross-entropy. These two are optional (`pip install
-liger-kernel cut-cross-entropy`) and need Triton, hence a GPU. A way that fails keeps its row, with the reason. Prints
-one table; writes it (.md) and every figure (.json) to docs/results/.
+at once, as `memsave_recipes.losses` does it, eager and compiled, as torch's own `linear_cross_entropy` does (torch 2.13
+or newer), in chunks under checkpoint, and with the kernels of Liger and of Apple's cut-cross-entropy. These two are
+optional (`pip install liger-kernel cut-cross-entropy`) and need Triton, hence a GPU. A way that fails keeps its row,
+with the reason. Prints one table; writes it (.md) and every figure (.json) to docs/results/.
 
 NOTE [ how it is measured ]
 1. Ways take turns in an order drawn anew each round, after a call of each that is not timed. The ratio is the median
@@ -82,6 +82,7 @@ def _load_apple() -> Loss:
 WAYS: dict[str, Callable[[], Loss]] = {
     "full logits": lambda: full_cross_entropy,
     "memsave_recipes": lambda: linear_cross_entropy,
+    "the same, compiled": lambda: partial(linear_cross_entropy, compiles=True),
     "torch's own": _load_torch,
     "checkpoint": _load_checkpointed,
     "Liger": _load_liger,

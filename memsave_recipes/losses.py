@@ -12,6 +12,8 @@ NOTE [ the gradient in the forward ]
     4. Rows whose label is -100 are computed like all others. To drop them the host would have to wait for the device,
        and neither fake tensors nor compiled graphs know such a size. Where many are ignored, select the valid rows
        before the call.
+    5. Between its products a chunk passes over its logits about eight times. Compiled (``_fused``), it reads them as
+       the product has rounded them and writes their gradient as the next one takes it. It rounds at other places.
 
 NOTE [ tied weights ]
     1. Where the head is the embedding as well, autograd makes the gradients of both, (V, D) each, before it adds them.
@@ -26,6 +28,7 @@ kernels. Limits: no second derivative; the head is one whole tensor, not quantiz
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, nan
 from typing import Any, Final, Literal, NamedTuple
 
@@ -136,6 +139,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     chunk_bytes: int | None = None,
     tied: "TiedGradient | None" = None,
+    compiles: bool = False,
 ) -> Tensor:
     """Sum the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
 
@@ -151,6 +155,7 @@ def linear_cross_entropy(
         chunk_bytes: how large the float32 logits of one chunk may be, by default ``default_chunk_bytes``. At the peak a
             chunk takes one such tensor, half as much again in bfloat16, twice as much with ``softcap``.
         tied: of the ``tied_gradient`` that ``hidden`` was made in; ``weight`` is the embedding.
+        compiles: whether ``torch.compile`` fuses what is between the products, where gradients are wanted.
 
     Returns:
         A scalar in float32, or in float64 where the inputs are.
@@ -171,6 +176,7 @@ def linear_cross_entropy(
         softcap=softcap,
         logit_scale=logit_scale,
         matmul_dtype=torch.get_autocast_dtype(hidden.device.type) if autocasts else None,
+        compiles=compiles,
     )
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
     waiting = tied if tied is not None and tied.is_behind(hidden) else None
@@ -184,6 +190,7 @@ class _Settings(NamedTuple):
     softcap: float | None
     logit_scale: float
     matmul_dtype: torch.dtype | None
+    compiles: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -334,11 +341,37 @@ def _run_chunks(
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, len(hidden), settings.rows):
             chunk = slice(first, first + settings.rows)
-            logits = F.linear(hidden[chunk], weight, bias).to(precise)  # (rows, V)
-            loss += _to_gradient(logits, labels[chunk], settings, wanted=any(wanted))
+            logits = F.linear(hidden[chunk], weight, bias)  # (rows, V)
+            if settings.compiles and any(wanted):
+                some, logits = _compiled()(logits, labels[chunk], settings.logit_scale, settings.softcap)
+                loss += some
+            else:
+                logits = logits.to(precise)
+                loss += _to_gradient(logits, labels[chunk], settings, wanted=any(wanted))
             _add_gradients(gradients, logits, hidden, weight, chunk)
             del logits  # or two chunks would be there while the next one is made
     return loss, gradients
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_fused)
+
+
+def _fused(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of ``logits`` (rows, V), and its gradient for ``_add_gradients``, in their place."""
+    ignored, columns = (labels == IGNORED_LABEL)[:, None], torch.arange(logits.shape[1], device=logits.device)
+    targets = labels[:, None].masked_fill(ignored, 0)
+    values = scale * logits.to(_precise(logits.dtype))
+    slope: Tensor | float = scale
+    if softcap is not None:
+        capped = (values / softcap).tanh()
+        values, slope = softcap * capped, scale * (1 - capped.square())
+    totals = values.logsumexp(1, keepdim=True)
+    loss = (totals - values.gather(1, targets)).masked_fill(ignored, 0).sum()
+    gradient = (((values - totals).exp() - (columns == targets).to(values.dtype)) * slope).masked_fill(ignored, 0)
+    fits = gradient.dtype == logits.dtype or _sums_come_out(logits)
+    return loss, logits.copy_(gradient) if fits else gradient
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, settings: _Settings, *, wanted: bool) -> Tensor:
@@ -384,7 +417,7 @@ def _add_gradients(
     elif grad_weight is not None:
         torch.addmm(grad_weight, grad_logits.t(), hidden[chunk].to(grad_weight.dtype), out=grad_weight)
     if grad_bias is not None:
-        grad_bias += grad_logits.sum(0)
+        grad_bias += grad_logits.sum(0, dtype=grad_bias.dtype)
 
 
 def _sums_come_out(factor: Tensor) -> bool:

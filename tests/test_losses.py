@@ -82,18 +82,25 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.fixture(params=[False, True], ids=["eager", "fused"])
+def compiles(request, monkeypatch):
+    """Whether the maths are those that are compiled; they run as they are."""
+    monkeypatch.setattr(losses, "_compiled", lambda: losses._fused)
+    return request.param
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_as_near_to_float64_as_the_full_path(precision, options, bias, device):
+def test_as_near_to_float64_as_the_full_path(precision, options, bias, device, compiles):
     hidden_dtype, weight_dtype = PRECISIONS[precision]
     work = Work(bias=bias, device=device, hidden_dtype=hidden_dtype, weight_dtype=weight_dtype)
     exact = work.in_float64().run(full_cross_entropy, factor=0.3, **options)
     autocast = torch.autocast(device, torch.bfloat16) if "autocast" in precision else nullcontext()
     with autocast:
         full = work.run(full_cross_entropy, factor=0.3, **options)
-        ours = work.run(chunked, factor=0.3, **options)
+        ours = work.run(chunked, factor=0.3, compiles=compiles, **options)
 
     assert ours[0].dtype == full[0].dtype == (torch.float64 if precision == "float64" else torch.float32)
     assert error(ours[0], exact[0]) <= error(full[0], exact[0]) + 2 * torch.finfo(ours[0].dtype).eps

@@ -203,6 +203,9 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
         if layer.name in names:
             method = getattr(layer.module, layer.method)
             handle.replace(layer.module, layer.method, CompiledLayer(method, layer.module, region))
+    for module in model.modules():
+        if "compiles_loss" in vars(module):  # CausalLMLoss put it there
+            handle.replace(module, "compiles_loss", True)
 
 
 def _runs(spans: list[Span]) -> Iterator[Span]:

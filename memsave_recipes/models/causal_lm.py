@@ -51,6 +51,7 @@ class CausalLMLoss(nn.Module):
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
+        vars(model)["compiles_loss"] = False  # which a plan that compiles layers changes
         self.takes_attention = all(_takes_kwargs(module) for module in (model, model.get_decoder()))
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
@@ -88,7 +89,8 @@ class CausalLMLoss(nn.Module):
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         with self._tied(self.head.linear) as tied:
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-        return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes, tied)
+        settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": vars(self.model)["compiles_loss"]}
+        return self.head.loss(hidden.flatten(0, 1), targets, **settings)
 
     def _tied(self, head: nn.Linear) -> AbstractContextManager[TiedGradient | None]:
         embedding = self.model.get_input_embeddings()
@@ -114,18 +116,17 @@ class Head:
         logits = F.linear(hidden, self.linear.weight, self.linear.bias) * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def loss(
-        self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None, tied: TiedGradient | None = None
-    ) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
         """Compute the summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits.
 
-        The layer itself is called for it, so that its hooks run, which gather weights that are in shards.
+        The layer itself is called for it, so that its hooks run, which gather weights that are in shards. ``settings``
+        are those of ``linear_cross_entropy``.
         """
-        with forward_of(self.linear, lambda states: self._loss(states, targets, chunk_bytes, tied)):
+        with forward_of(self.linear, lambda states: self._loss(states, targets, **settings)):
             loss: Tensor = self.linear(hidden)
         return loss
 
-    def _loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None, tied: TiedGradient | None) -> Tensor:
+    def _loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
         return linear_cross_entropy(
             hidden,
             self.linear.weight,
@@ -133,8 +134,7 @@ class Head:
             bias=self.linear.bias,
             logit_scale=self.scale,
             softcap=self.softcap,
-            chunk_bytes=chunk_bytes,
-            tied=tied,
+            **settings,
         )
 
 
@@ -160,7 +160,7 @@ def with_liger(head: Head) -> Head:
 class LigerHead(Head):
     """The same logits with Liger Kernel's loss."""
 
-    def _loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None, tied: TiedGradient | None) -> Tensor:
+    def _loss(self, hidden: Tensor, targets: Tensor, **_: Any) -> Tensor:
         """Compute it as ``Head`` does; the kernels choose their own chunks, and give autograd their own gradients."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
 

@@ -1,0 +1,56 @@
+"""The chunks of the loss where layers are compiled: two graphs, as exact as the eager ones."""
+
+from functools import partial
+
+import pytest
+import torch
+from packed_rows import by_document, causal_model, gradients_of, packed
+from workloads import peak_bytes
+
+from memsave_recipes import losses
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.compiled import Region
+from memsave_recipes.losses import linear_cross_entropy
+from memsave_recipes.models.causal_lm import CausalLMLoss
+
+
+def loss_and_gradients(dtype, *, compiles=False):
+    """Of 83 rows, 16 at a time, every seventh of which is ignored."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (83, 24), "weight": (301, 24), "bias": (301,)}
+    values = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+    labels = torch.randint(301, (83,), generator=random)
+    labels[::7] = -100
+    leaves = {name: value.to(dtype).requires_grad_() for name, value in values.items()}
+    options = {"chunk_bytes": 16 * 4 * 301, "softcap": 5.0, "logit_scale": 3.0, "compiles": compiles}
+    loss = linear_cross_entropy(leaves["hidden"], leaves["weight"], labels, bias=leaves["bias"], **options)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_chunks_share_graphs_and_are_as_exact_in_the_same_memory(dtype, graphs, assert_three_way):
+    """The last one is smaller. The only proof that the maths are compiled."""
+    ours = loss_and_gradients(dtype, compiles=True)
+    assert 0 < graphs() <= 2
+    assert_three_way(ours, loss_and_gradients(dtype), loss_and_gradients(torch.float64))
+    eager, compiled = (peak_bytes(partial(loss_and_gradients, dtype, compiles=on)) for on in (False, True))
+    assert compiled <= 1.05 * eager
+
+
+def test_the_loss_is_compiled_with_the_layers(monkeypatch):
+    chunks = []
+    monkeypatch.setattr(Region, "run", lambda self, method, *args, **options: method(*args, **options))
+    monkeypatch.setattr(losses, "_compiled", lambda: lambda *args: chunks.append(1) or losses._fused(*args))
+    module = CausalLMLoss(by_document(causal_model("llama")), "chunked")
+    plain = gradients_of(module, packed())
+    assert not chunks
+    ours = gradients_of(module, packed(), "compiled")
+    assert chunks
+    assert (ours - plain).abs().max() <= 1e-12 * plain.abs().max()
+    chunks.clear()
+    assert torch.equal(gradients_of(module, packed()), plain)
+    with apply_plan(module.model, plan_blocks(module.model, "compiled")), torch.no_grad():
+        module(**packed())
+    assert not chunks
