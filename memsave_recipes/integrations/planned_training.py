@@ -346,8 +346,8 @@ class PlannedTraining:
         trained = (parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         trained_bytes = allocated_bytes(trained, on_cpu=self.device.type == "cpu")
         if masters_of(self.optimizer) is not None and self.ranks.number == 1:
-            leaving = LEAVING_BYTES if self.gradients_resident else min(trained_bytes, LEAVING_BYTES)
-            return StaticMemory(sums_bytes=leaving, gradients_stay=False)
+            sums = LEAVING_BYTES if self.gradients_resident else 0
+            return StaticMemory(sums_bytes=sums, gradients_stay=False, leaving_bytes=LEAVING_BYTES - sums)
         buckets_bytes = trained_bytes if self.ranks.number > 1 else 0
         return replace(
             static_of(self.optimizer),

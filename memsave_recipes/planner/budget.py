@@ -37,8 +37,8 @@ from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.memory import read_device_use
 from memsave_recipes.sharding.units import largest_shards
+from memsave_recipes.step import host_step
 from memsave_recipes.step.batch_layout import BatchLayout, GradientSums
-from memsave_recipes.step.host_step import LEAVING_BYTES
 from memsave_recipes.step.memory import (
     averaged_tensors,
     clipping_bytes,
@@ -80,11 +80,13 @@ class StaticMemory:
         state_bytes: the optimizer's state that stays on the device.
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``, and the shards
-            of gradients where each micro-batch is reduced; or gradients on their way to the host.
+            of gradients where each micro-batch is reduced; or those of earlier ones on their way to the host.
         exchange_bytes: ``GradientSums.exchanged_bytes``.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
+        leaving_bytes: of gradients that leave as they are made, so many are there at a time, besides the newest and
+            ``sums_bytes``; ``None`` where none leaves, or DDP takes them.
         optimizer_bytes: of the optimizer's update, with state that visits the device for it, or of what ranks exchange
             just before it.
         in_backward: likewise of each parameter that is stepped in the backward, by its name.
@@ -101,6 +103,7 @@ class StaticMemory:
     exchange_bytes: int = 0
     gradients_resident: bool = False
     gradients_stay: bool = True
+    leaving_bytes: int | None = None
     optimizer_bytes: int = 0
     in_backward: Mapping[str, int] = field(default_factory=dict)
     losses_bytes: int = 0
@@ -121,16 +124,33 @@ class StaticMemory:
 
     def added_to(self, chain: Chain) -> Chain:
         """Return ``chain`` with this memory in it."""
-        blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
+        leave = self.leaving_bytes is not None
+        blocks = chain.blocks
+        if leave:
+            blocks = self._leaving(blocks)
+        elif not self.gradients_stay:
+            blocks = tuple(replace(block, gradient_bytes=0) for block in blocks)
         stacks = tuple(f"{name}." for name in chain.decided_names)
         return replace(
             chain,
             blocks=tuple(self._stepping(block, stacks) for block in blocks),
             resident_bytes=chain.resident_bytes - self.remote_bytes + self.added_bytes,
-            gradients_resident=self.gradients_resident or not self.gradients_stay,
+            gradients_resident=self.gradients_resident or not (self.gradients_stay or leave),
             optimizer_bytes=self.optimizer_bytes,
             host_bytes=chain.host_bytes + self.host_bytes + self.copies_bytes,
         )
+
+    def _leaving(self, blocks: Sequence[BlockCosts]) -> tuple[BlockCosts, ...]:
+        """Return ``blocks`` whose gradients are there up to ``leaving_bytes``; those of tied weights stay."""
+        free_bytes, found = self.leaving_bytes or 0, []
+        for block in reversed(blocks):
+            stays = min(block.gradient_bytes - block.tied_gradient_bytes, free_bytes)
+            pairs = zip(block.options, block.accumulating.options, strict=True)
+            peaks = [(one, one.backward_transient_bytes, low.backward_transient_bytes + stays) for one, low in pairs]
+            options = tuple(replace(one, backward_transient_bytes=min(high, low)) for one, high, low in peaks)
+            found.append(replace(block, options=options, gradient_bytes=stays + block.tied_gradient_bytes))
+            free_bytes -= stays
+        return tuple(reversed(found))
 
     def _stepping(self, block: BlockCosts, stacks: tuple[str, ...]) -> BlockCosts:
         """Return ``block`` with the largest update in its backward, as if that came at the peak.
@@ -168,7 +188,8 @@ def static_memory_of(
     if num_shards is not None:
         trained = largest_shards(trained, num_shards)
     gradients = _allocated_bytes(trained, on_cpu)
-    optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu)
+    accumulates = layout.forwards_per_step > 1
+    optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
     averaged = 0
     if optim.ema_decay is not None:
         statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
@@ -182,20 +203,22 @@ def static_memory_of(
         awaited_bytes=optimizer.awaited_bytes,
         copies_bytes=copies_bytes(optim, model, num_ranks=num_shards) if optim.async_save and not on_cpu else 0,
     )
-    accumulates = layout.forwards_per_step > 1
     if num_shards is not None:
         weights = list(model.parameters())
         kept = _allocated_bytes(largest_shards(weights, num_shards), on_cpu)
         sums = gradients if accumulates else 0
         if gradients_leave(optim, device_type):
-            sums = min((layout.forwards_per_step - 1) * gradients, LEAVING_BYTES)
+            sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
         return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
     buckets = gradients if layout.num_processes > 1 else 0
-    stay = not optim.optimizer_in_backward and not (buckets and not accumulates)
-    static = replace(static, buckets_bytes=buckets, gradients_resident=accumulates, gradients_stay=stay)
     if gradients_leave(optim, device_type) and not buckets and layout.needs_all_gradients is None:
-        leaving = min(layout.forwards_per_step * gradients, LEAVING_BYTES)
-        return replace(static, sums_bytes=leaving, gradients_resident=False, gradients_stay=False)
+        sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
+        leaving = host_step.LEAVING_BYTES - sums
+        return replace(static, sums_bytes=sums, gradients_stay=False, leaving_bytes=leaving)
+    if optim.optimizer_in_backward:
+        return replace(static, buckets_bytes=buckets, gradients_stay=False, leaving_bytes=0)
+    stay = not (buckets and not accumulates)
+    static = replace(static, buckets_bytes=buckets, gradients_resident=accumulates, gradients_stay=stay)
     earlier = layout.gradient_sums(trained, gradients)
     if earlier is not None:
         return _with_sums(static, earlier, gradients)
@@ -225,7 +248,7 @@ def shards_of(
         num_ranks=num_ranks,
         num_replicas=num_replicas,
         accumulates=layout.accumulation_steps > 1 and not leave,
-        leaving_bytes=LEAVING_BYTES if leave else None,
+        leaving_bytes=host_step.LEAVING_BYTES if leave else None,
     )
 
 

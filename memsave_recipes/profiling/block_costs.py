@@ -56,7 +56,7 @@ class Workload:
         forward: one forward that ends in a loss, under the precision of the run.
         batch: its input tensors, on the device; those of every micro-batch.
         stacks: the names of its blocks, stack by stack.
-        host_bytes: that the model's weights will take on the host, where they are not there yet.
+        host_bytes: that the model's weights take on the host.
         extra_modules: the names of modules outside of all blocks that are parts of the chain.
     """
 

@@ -192,12 +192,13 @@ class Part:
 
 
 class _Mark(NamedTuple):
-    """Between two boundaries ``part`` has saved a tensor; or its backward has made a gradient of so many bytes,
-    or (``is_read``) is about to read the first tensor that the part has saved.
+    """Between two boundaries ``part`` has saved a tensor; or its backward has made a gradient of so many bytes, of
+    which ``left_bytes`` have gone to the host; or (``is_read``) is about to read the first tensor that it has saved.
     """
 
     part: Part
     gradient_bytes: int | None = None
+    left_bytes: int = 0
     is_read: bool = False
 
 
@@ -246,6 +247,7 @@ class StepTracer:
             self._watching_modules(),
         ):
             loss = forward()
+        self._device = loss.device
         self.parts[-1].outputs = self._storages(tensors_in([loss]))
         forward_end = self._boundary()
         self._begin_backward(self.parts[-1])
@@ -331,7 +333,7 @@ class StepTracer:
                 part.gradient_bytes += num_bytes
                 part.tied_gradient_bytes += num_bytes if parameter in tied else 0
                 if parameter not in tied:
-                    self._mark(_Mark(part, num_bytes))
+                    self._mark(_Mark(part, num_bytes, num_bytes if parameter.grad.device != self._device else 0))
 
         uses = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
         tied = {parameter for parameter, count in uses.items() if count > 1}
@@ -340,27 +342,30 @@ class StepTracer:
         return hooked(parameter.register_post_accumulate_grad_hook(count) for parameter in trained)
 
     def at_boundaries(self, readings: Iterable[Reading]) -> Iterator[Reading]:
-        """Yield the readings at boundaries; those between them go into the parts."""
+        """Yield the readings at boundaries, as if all gradients stayed; those between them go into the parts."""
+        left_bytes = 0
         peak_bytes = lower_peak_bytes = gradients_bytes = 0  # lower: without the gradients of this backward
         seconds, in_backward = None, None
         live_bytes: list[int] = []  # at the boundaries
         for reading, mark in zip(readings, self._marks, strict=True):
-            peak_bytes = max(peak_bytes, reading.peak_bytes)
-            lower_peak_bytes = max(lower_peak_bytes, reading.peak_bytes - gradients_bytes)
+            reached_bytes = reading.peak_bytes + left_bytes
+            peak_bytes = max(peak_bytes, reached_bytes)
+            lower_peak_bytes = max(lower_peak_bytes, reached_bytes - gradients_bytes)
             seconds = None if reading.seconds is None else (seconds or 0.0) + reading.seconds
             if mark is None:
                 if in_backward is not None:
                     in_backward.accumulated_bytes = peak_bytes - lower_peak_bytes
-                live_bytes.append(reading.live_bytes)
-                yield Reading(reading.live_bytes, peak_bytes, seconds)
+                live_bytes.append(reading.live_bytes + left_bytes)
+                yield Reading(live_bytes[-1], peak_bytes, seconds)
                 peak_bytes = lower_peak_bytes = gradients_bytes = 0
                 seconds, in_backward = None, None
             elif mark.is_read:
-                mark.part.until_read_bytes = reading.live_bytes - live_bytes[mark.part.backward or 0]
+                mark.part.until_read_bytes = reading.live_bytes + left_bytes - live_bytes[mark.part.backward or 0]
             elif mark.gradient_bytes is None:
                 mark.part.until_saved_bytes = peak_bytes
             else:
                 gradients_bytes += mark.gradient_bytes
+                left_bytes += mark.left_bytes
                 in_backward = mark.part
 
     def _boundary(self) -> int:

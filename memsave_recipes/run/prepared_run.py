@@ -17,7 +17,7 @@ from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.run.first_steps import settle_kernels, verify_plan
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.open_run import OpenRun
-from memsave_recipes.run.run_plan import choose_in_shards, plan_run
+from memsave_recipes.run.run_plan import choose_in_shards, host_budget_of, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.sharding import ShardGroups, is_sharded, shard
 from memsave_recipes.sharding.shards import reduce_once_a_step
@@ -53,6 +53,7 @@ class PreparedRun:
         args.convert(model)
         args.check_model(model)
         in_shards = None if groups is None else self._shard(task, trained, groups)
+        host_budget_bytes = host_budget_of(accelerator, task, model, batches.layout)
         optimizer, self.scheduler = self._make_optimizer()
         self.model, self.optimizer = self._prepare(trained, optimizer)
         if masters_of(optimizer) is not None:
@@ -62,7 +63,7 @@ class PreparedRun:
             with preserve_state(self.model, accelerator.device):
                 check_merging(model, lambda: loss_of(batches.largest_forward(batches.layout)()))
         step = StepOnDevice(accelerator, model, batches, self.model, loss_of)
-        self.planned = plan_run(task, step, in_shards)
+        self.planned = plan_run(task, step, in_shards, host_budget_bytes)
         args.check_plan(self.planned.plan)
         if groups is not None:
             self._settle_shards()

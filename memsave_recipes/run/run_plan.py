@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from memsave_recipes.activations import plan_blocks
+from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.targets import find_target, host_rate, target_of
@@ -65,7 +66,9 @@ class RunPlan:
     reduces_once: bool = False
 
 
-def plan_run(task: Task, step: StepOnDevice, in_shards: Candidate | None = None) -> RunPlan:
+def plan_run(
+    task: Task, step: StepOnDevice, in_shards: Candidate | None = None, host_budget_bytes: int | None = None
+) -> RunPlan:
     """Find the plan that the flags ask for; show one for a budget, and run it in a trial step.
 
     Sets ``step.batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
@@ -73,17 +76,17 @@ def plan_run(task: Task, step: StepOnDevice, in_shards: Candidate | None = None)
     Args:
         task: the recipe's task under this run's flags.
         in_shards: the result of ``choose_in_shards``, in whose units the weights have been cut up.
+        host_budget_bytes: the result of ``host_budget_of``.
 
     Raises:
         InputError: no such strategy, or nothing fits in the budget.
     """
     accelerator, run = step.accelerator, task.run
     if not run.searches:
-        return _named(task, step)
+        return _named(task, step, host_budget_bytes)
     if in_shards is not None:
         candidate = _InShards(accelerator, task).tried(in_shards, step)
     else:
-        host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
         offloads_state = task.optim.offload_optimizer != NONE
         rate = on_main_process(accelerator, partial(host_rate, accelerator.device)) if offloads_state else inf
         measured = _Measured(accelerator, task, step, host_budget_bytes, rate)
@@ -94,14 +97,14 @@ def plan_run(task: Task, step: StepOnDevice, in_shards: Candidate | None = None)
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, candidate.host_bytes, reduces_once)
 
 
-def _named(task: Task, step: StepOnDevice) -> RunPlan:
+def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> RunPlan:
     """Return the plan that the flags name; print the memory of the host that it and the optimizer take."""
     accelerator, strategy = step.accelerator, task.run.activation_checkpointing or "none"
     on_host = 0
     optim = task.optim
     on_hosts = offloads(strategy) or optim.offload_optimizer != NONE or optim.async_save
     if accelerator.device.type != "cpu" and on_hosts:
-        line, on_host = on_main_process(accelerator, partial(_host_memory, task, step))
+        line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host_budget_bytes))
         accelerator.print(line)
     plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
     size = task.run.micro_batch_of_blocks(step.batches.layout)
@@ -109,7 +112,7 @@ def _named(task: Task, step: StepOnDevice) -> RunPlan:
     return RunPlan(plan, None, on_host, task.run.reduce_gradients == PER_STEP)
 
 
-def _host_memory(task: Task, step: StepOnDevice) -> tuple[str, int]:
+def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> tuple[str, int]:
     """Return a line on the host's memory that a plan and the optimizer take, and its bytes, 0 where not known.
 
     Raises:
@@ -118,12 +121,33 @@ def _host_memory(task: Task, step: StepOnDevice) -> tuple[str, int]:
     accelerator = step.accelerator
     if offloads(task.run.activation_checkpointing or NONE):
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
-        return predicted_host_memory(task, here)
-    groups = ShardGroups.of(task.run.shard, accelerator.num_processes)
+        return predicted_host_memory(task, here, host_budget_bytes)
+    return _line_of(_optimizer_on_host(task, step.model, step.batches.layout, host_budget_bytes))
+
+
+def host_budget_of(accelerator: Accelerator, task: Task, model: nn.Module, layout: BatchLayout) -> int | None:
+    """Return a rank's memory of the host before the optimizer takes any, with what streamed weights have taken.
+
+    Raises:
+        InputError: the optimizer takes more at once.
+    """
+    there = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
+    if there is None:
+        return None
+    there += host_bytes(model)
+    if task.optim.offload_optimizer == "step":
+        _line_of(_optimizer_on_host(task, model, layout, there))
+    return there
+
+
+def _optimizer_on_host(task: Task, model: nn.Module, layout: BatchLayout, host_budget_bytes: int | None) -> HostUse:
+    """Return what the optimizer and streamed weights take of the host."""
+    groups = ShardGroups.of(task.run.shard, layout.num_processes)
     num_ranks = None if groups is None else groups.size
-    optimizer = optimizer_memory(task.optim, step.model, num_ranks=num_ranks, on_cpu=False)
-    copies = copies_bytes(task.optim, step.model, num_ranks=num_ranks) if task.optim.async_save else 0
-    return _line_of(HostUse.beside_plans(optimizer.host_bytes, copies, usable_host_bytes(accelerator.device)))
+    accumulates = layout.forwards_per_step > 1
+    optimizer = optimizer_memory(task.optim, model, num_ranks=num_ranks, on_cpu=False, accumulates=accumulates)
+    copies = copies_bytes(task.optim, model, num_ranks=num_ranks) if task.optim.async_save else 0
+    return HostUse.beside_plans(optimizer.host_bytes + host_bytes(model), copies, host_budget_bytes)
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:
@@ -160,7 +184,9 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
     return usable_bytes(use.total_bytes - use.others_bytes, device.type)
 
 
-def predicted_host_memory(task: Task, here: Callable[[], Launch]) -> tuple[str, int]:
+def predicted_host_memory(
+    task: Task, here: Callable[[], Launch], host_budget_bytes: int | None = None
+) -> tuple[str, int]:
     """Return a line on the host's memory that offloading takes, and its bytes, 0 where not known.
 
     They are estimates, as a named strategy is not measured.
@@ -169,8 +195,7 @@ def predicted_host_memory(task: Task, here: Callable[[], Launch]) -> tuple[str, 
         InputError: the host has less.
     """
     try:
-        launch = here()
-        launch = replace(launch, host_budget_bytes=usable_host_bytes(launch.target.device))
+        launch = replace(here(), host_budget_bytes=host_budget_bytes)
         (candidate,) = choose_for_target(_of_flags(task), launch, launch.target.memory_bytes).candidates
     except Exception as unknown:  # fake tensors cannot run every model; a missing prediction must not stop the run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})", 0

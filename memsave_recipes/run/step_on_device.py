@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.activations.micro_batches import tensors_in
+from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
@@ -89,6 +90,7 @@ class StepOnDevice:
             batch=tensors_in(make_batch()),
             device=self.accelerator.device,
             stacks=stacks,
+            host_bytes=host_bytes(self.model),
         )
 
     def _forward(self, make_batch: Callable[[], Batch]) -> Callable[[], Tensor]:

@@ -41,11 +41,12 @@ from torch.optim import Optimizer
 
 from memsave_recipes.activations.offload import Copies, SideStream
 from memsave_recipes.activations.streaming import WeightStream
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.sharding.tensors import is_sharded, local, norms_over_ranks, with_part
 from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, may_leave, pieces_of, refuse_scheduled
 
 LEAVING_BYTES = 2**26
-"""Of gradients whose copies are not done, at most, besides the newest one."""
+"""Of gradients whose copies are not done, at most, when the backward goes on."""
 STAGED_BYTES = 2**27
 """Of pinned memory for copies that are read, or cast, by the host; more if a single one is larger."""
 MASTER = "master"
@@ -197,7 +198,7 @@ class HostMasters:
 
     def _free_leaving(self, num_bytes: int) -> None:
         """Keep so many bytes of gradients; the device waits until the others are copied, and frees them."""
-        while sum(gradient.nbytes for _, gradient in self._leaving) > num_bytes:
+        while allocated_bytes((gradient.nbytes for _, gradient in self._leaving), on_cpu=False) > num_bytes:
             event, _ = self._leaving[0]
             self._down.wait(event)
             self._leaving.popleft()

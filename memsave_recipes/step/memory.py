@@ -125,7 +125,12 @@ class _Piece:
 
 
 def optimizer_memory(
-    optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None, on_cpu: bool
+    optim: OptimizerSettings,
+    model: nn.Module,
+    *,
+    num_ranks: int | None = None,
+    on_cpu: bool,
+    accumulates: bool = False,
 ) -> OptimizerMemory:
     """The memory of the optimizer of ``model``, in shards that of the first rank.
 
@@ -134,10 +139,12 @@ def optimizer_memory(
     Args:
         num_ranks: that are to hold the weights in shards; ``None``: each rank has all of them.
         on_cpu: where no state leaves the device.
+        accumulates: whether the gradients of a step are sums of several.
     """
     shares = parameters_by_optimizer(optim.update_rule, model)
     if optim.offload_optimizer == "step" and not on_cpu:
-        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=_bytes_of_masters(optim, model, num_ranks))
+        host_bytes = _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
+        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes)
     waits = optim.offload_optimizer != NONE and not on_cpu
     pieces = [
         _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
@@ -164,8 +171,8 @@ def optimizer_memory(
     )
 
 
-def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int | None) -> int:
-    """Pinned for masters, gradients and the ring of copies, and not pinned for the state of masters."""
+def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int | None, *, accumulates: bool) -> int:
+    """Pinned for masters, gradients and the ring of copies, if any; not pinned for the state of masters and updates."""
 
     def master(weight: nn.Parameter) -> Tensor:
         dtype = weight.dtype if optim.bf16_stochastic_round else torch.float32
@@ -178,9 +185,14 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     trained = [weight for share in shares.values() for weight in share]
     own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
     pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained)])
-    states = (_state_sizes(name, map(master, share), optim.momentum, num_ranks) for name, share in shares.items())
-    ring = ring_bytes(part_numel(one, num_ranks or 1) * one.element_size() for one in trained)
-    return pinned + ring + sum(map(sum, states))
+    sizes = [part_numel(one, num_ranks or 1) * one.element_size() for one in trained]
+    is_cast = any(one.dtype != master(one).dtype for one in trained)
+    ring = ring_bytes(sizes) if accumulates or is_cast else 0
+    stepped = {name: [*map(master, share)] for name, share in shares.items()}
+    states = (_state_sizes(name, share, optim.momentum, num_ranks) for name, share in stepped.items())
+    updates = (update_bytes(name, share, on_cpu=True, num_ranks=num_ranks or 1) for name, share in stepped.items())
+    counters = sum(counters_bytes(name, len(share), on_cpu=True) for name, share in stepped.items())
+    return pinned + ring + sum(map(sum, states)) + counters + max(updates, default=0)
 
 
 def copies_bytes(optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None) -> int:

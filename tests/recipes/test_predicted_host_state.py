@@ -1,4 +1,4 @@
-"""``--offload_optimizer state``: a run's peak and the host's memory are predicted, whole and in shards."""
+"""``--offload_optimizer`` and streamed weights: a run's peak and the host's memory are predicted."""
 
 import json
 
@@ -6,15 +6,20 @@ import pytest
 import torch
 from lives import IMAGES, LENGTH, TEXT, end_of, launch, loaded, scratch, with_context
 from samples import sample
+from torch import Tensor
 
+from memsave_recipes.activations.offload import SideStream
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import WORKSPACES, overheads_of_target
-from memsave_recipes.step import host_state
-from memsave_recipes.step.host_step import STAGED_BYTES
+from memsave_recipes.step import host_state, host_step, memory
 from memsave_recipes.text import GIB
+from memsave_recipes.training import optimizers
 
 CARD = "a100"  # at whose rates an unknown device is planned for
 ON_HOST = ["--offload_optimizer", "state", "--max_steps", "3"]
+STEP = ["--offload_optimizer", "step", "--max_steps", "3"]
+FEW_LEAVE = "step, few gradients on their way"
+WAYS = {"state": ON_HOST, "step": STEP, FEW_LEAVE: STEP, "streamed": [*STEP, "--stream_weights", "host"]}
 WIDE = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128"]
 MODELS = {
     "gpt2": ["language_modeling", *TEXT, *WIDE],
@@ -33,14 +38,18 @@ OPTIMIZERS = {
 }
 LAYOUTS = {"whole": [], "accumulated": ["--micro_batch_size", "2"]}
 CASES = [
-    (model, optimizer, layout)
+    (model, way, optimizer, layout)
     for model in MODELS
+    for way in WAYS
     for optimizer in OPTIMIZERS
     for layout in LAYOUTS
-    if (optimizer, layout) != ("in the backward", "accumulated")
-    if not (model in ("densenet", "vgg") and optimizer in ("muon", "bf16"))
+    if optimizer != "in the backward" or (way, layout) == ("state", "whole")
+    if not (model in ("densenet", "vgg") and (optimizer in ("muon", "bf16") or way == "streamed"))
+    if way == "state" or optimizer != "muon"  # which is refused
+    if way != FEW_LEAVE or optimizer == "adamw"
 ]
-FEW = [("gpt2", "adamw", "accumulated"), ("vgg", "sgd", "whole")]
+FEW = [("gpt2", "state", "adamw", "accumulated"), ("vgg", "step", "sgd", "whole")]
+FEW += [("llama", "streamed", "bf16", "accumulated"), ("gpt2", FEW_LEAVE, "adamw", "whole")]
 
 
 @pytest.fixture
@@ -51,28 +60,50 @@ def recipe(request):
 
 
 @pytest.fixture
-def pinned(monkeypatch):
-    """Bytes that are pinned for optimizer state, in slabs of 128 KiB, for pieces of 32 KiB."""
+def on_host(monkeypatch):
+    """``on_host()``: bytes pinned so far and of the state of masters, with slabs, pieces and rings of KiB.
+
+    What updates take on the host is left out.
+    """
     monkeypatch.setattr(host_state, "PIECE_BYTES", 2**15)
     monkeypatch.setattr(host_state, "SLAB_BYTES", 2**17)
-    sizes = []
+    monkeypatch.setattr(host_step, "STAGED_BYTES", 2**17)
+    pinned, stepped = [], []
+    step_masters, update_bytes = optimizers.step_masters, memory.update_bytes
 
-    class Counting(host_state.SideStream):
+    class Counting(SideStream):
         def empty_on_host(self, num_bytes):
-            sizes.append(num_bytes)
+            pinned.append(num_bytes)
             return super().empty_on_host(num_bytes)
 
+    def note(optimizer, *args, **options):
+        stepped.append(optimizer)
+        step_masters(optimizer, *args, **options)
+
+    def count():
+        streamed = [one for optimizer in stepped for one in optimizer.masters.of if one.is_cpu]
+        weights = sum(1 << (one.nbytes - 1).bit_length() for one in streamed)  # as torch pins
+        states = [entry.values() for optimizer in stepped for entry in optimizer.state.values()]
+        return sum(pinned) + weights + sum(one.nbytes for state in states for one in state if isinstance(one, Tensor))
+
     monkeypatch.setattr(host_state, "SideStream", Counting)
-    return sizes
+    monkeypatch.setattr(host_step, "SideStream", Counting)
+    monkeypatch.setattr(optimizers, "step_masters", note)
+    monkeypatch.setattr(
+        memory, "update_bytes", lambda *args, **options: 0 if options["on_cpu"] else update_bytes(*args, **options)
+    )
+    return count
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("model", "optimizer", "layout"), sample(FEW, CASES))
-def test_peak_and_pinned_memory_are_predicted(train, pinned, model, optimizer, layout):
+@pytest.mark.parametrize(("model", "way", "optimizer", "layout"), sample(FEW, CASES))
+def test_peak_and_host_memory_are_predicted(train, on_host, monkeypatch, model, way, optimizer, layout):
+    if way == FEW_LEAVE:
+        monkeypatch.setattr(host_step, "LEAVING_BYTES", 2**18)
     plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", str(with_context(0.5))]
-    memory = train(*MODELS[model][1:], *OPTIMIZERS[optimizer], *LAYOUTS[layout], *plan, *ON_HOST)["memory"]
-    assert 0 <= memory["prediction_error_pct"] < (10 if optimizer == "in the backward" else 2)
-    assert memory.get("predicted_host_gib", 0) * GIB == sum(pinned)
+    found = train(*MODELS[model][1:], *OPTIMIZERS[optimizer], *LAYOUTS[layout], *plan, *WAYS[way])["memory"]
+    assert 0 <= found["prediction_error_pct"] < 2
+    assert found.get("predicted_host_gib", 0) * GIB == on_host()
 
 
 @pytest.mark.slow
@@ -90,5 +121,6 @@ def test_on_two_devices(on_devices, tmp_path, config, offload):
     )  # a stand-in keeps nothing
     peak, predicted = (round(memory[name] * GIB) for name in ("peak_allocated_gib", "predicted_peak_gib"))
     assert peak <= predicted - kept <= 1.02 * peak
-    stepped = STAGED_BYTES + moments if offload == "step" else 0
-    assert memory["predicted_host_gib"] * GIB == host_state.SLAB_BYTES + stepped
+    stepped = host_step.STAGED_BYTES + moments if offload == "step" else 0
+    counters = 2**10 if offload == "step" else 0
+    assert 0 <= memory["predicted_host_gib"] * GIB - host_state.SLAB_BYTES - stepped <= counters
