@@ -98,6 +98,17 @@ def rows_of(starts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]
         yield name, f"{figures['cpu_s']:.2f} s", f"{figures['num_modules']:,}"
 
 
+def page_of(machine: Mapping[str, Any], starts: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return (
+        "From `benchmarks/starting.py`: seconds of one processor, user and system together, and imported modules. A "
+        f"first step ends when the optimizer has stepped; its model has hardly any weights. Installed are {versions}. "
+        f"Other work kept {machine['busy_with_others']:.1f} of {machine['num_cpus']} processors busy."
+        f"\n\n{harness.markdown_table(HEADINGS, rows_of(starts))}"
+    )
+
+
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Start every command in turns; returns the content of the JSON file."""
     flags = harness.read_flags(harness.make_parser(__doc__), args)
@@ -109,15 +120,14 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
         name: {"cpu_s": min(one["cpu_s"] for one in of_one), "num_modules": len(of_one[-1]["modules"])}
         for name, of_one in begun.items()
     }
-    rows = list(rows_of(starts))
-    harness.show(HEADINGS, rows)
+    harness.show(HEADINGS, rows_of(starts))
     measured_s = sum(one["cpu_s"] for of_one in begun.values() for one in of_one)
     machine = {
         **harness.describe_machine(harness.this_device(), "accelerate", "transformers", "peft", "bitsandbytes"),
         **others.figures(measured_s),
     }
     results = {"machine": machine, "starts": starts}
-    harness.write_results(flags.output_dir, "starting", results, harness.markdown_table(HEADINGS, rows))
+    harness.write_results(flags.output_dir, "starting", results, page_of(machine, starts))
     return results
 
 

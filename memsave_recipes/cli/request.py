@@ -197,7 +197,8 @@ def choose(request: PlanRequest, **options: Any) -> Choice:
             bar.set_postfix_str(f"micro-batch {layout.micro_batch_size}", refresh=False)
             bar.update()
 
-        return choose_for_target(task, launch, request.budget_bytes, on_size=on_size, **options)
+        budget_bytes = request.budget_bytes
+        return choose_for_target(task, launch, budget_bytes, on_size=on_size, in_processes=True, **options)
 
 
 def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:

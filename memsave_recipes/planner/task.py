@@ -6,7 +6,8 @@ A recipe that ``memsave plan`` can plan has a function ``task(args)`` next to it
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -24,6 +25,7 @@ from memsave_recipes.activations.streaming import ALL, FROZEN, NONE, host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import Target, find_target, target_of
+from memsave_recipes.planner.ahead import ahead
 from memsave_recipes.planner.budget import least_memory, overheads_of_target, plans_to_measure, usable_bytes
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search, search_space
 from memsave_recipes.planner.trial_step import step_bytes
@@ -218,6 +220,7 @@ def choose_for_target(
     on_size: Callable[[BatchLayout], None] = lambda layout: None,
     plan: Plan | None = None,
     candidates: Callable[[SearchSpace, Measurement, BatchLayout, str | None], list[Candidate]] = SearchSpace.candidates,
+    in_processes: bool = False,
 ) -> Choice:
     """Return all candidates for a recipe on a device, estimated from fake tensors and the vendor's rates.
 
@@ -225,6 +228,7 @@ def choose_for_target(
         on_size: called with the batch layout that is estimated next.
         plan: the only one, in place of those of the strategy.
         candidates: the candidates that follow from the costs of one micro-batch.
+        in_processes: whether a process of its own may estimate each further loss.
 
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
@@ -239,11 +243,22 @@ def choose_for_target(
         micro_batch_size=space.micro_batch_size,
     )
 
-    def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
-        on_size(layout)
-        return candidates(space, estimates.of(layout, loss, plans_of), layout, loss)
+    layouts = open_layouts(task.run, task.optim, launch.num_processes)
 
-    return search(open_layouts(task.run, task.optim, launch.num_processes), task.losses, candidates_of)
+    def estimated(loss: str | None) -> Iterator[list[Candidate]]:
+        return (candidates(space, estimates.of(layout, loss, plans_of), layout, loss) for layout in layouts)
+
+    with ExitStack() as processes:
+        of_losses = {loss: estimated(loss) for loss in task.losses}
+        if in_processes and space.in_shards is None:  # a candidate in shards cannot be sent
+            for loss in task.losses[1:]:
+                of_losses[loss] = processes.enter_context(ahead(of_losses[loss], all_at_once=True))
+
+        def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
+            on_size(layout)
+            return next(of_losses[loss])
+
+        return search(layouts, task.losses, candidates_of)
 
 
 def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:

@@ -21,7 +21,7 @@ from memsave_recipes.activations import apply_plan, block_names, find_stacks, pl
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation import fake_step
+from memsave_recipes.estimation import estimate, fake_step
 from memsave_recipes.estimation.estimate import cuda_kernels, cuda_workspace, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
@@ -426,6 +426,28 @@ def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_hos
     without = [smallest_feasible(chain) for chain in chains]
     assert least.peak.total_bytes < 0.95 * min(without)
     assert forecast(measured, least.baseline_peak_bytes, StaticMemory()).plan.is_bitwise
+
+
+@pytest.mark.parametrize(("target", "num_tokens"), [("a100", 40), ("a100", 72), ("a100", 200), ("cpu", 72)])
+def test_the_first_two_tiles_and_the_last_tell_of_all(target, num_tokens, monkeypatch):
+    """320 tokens: eight tiles, four and a shorter one, one and a shorter one."""
+
+    device = find_target(target)
+
+    def chain():
+        model = fake_model(causal_lm(llama(num_hidden_layers=4, intermediate_size=512)))
+        workload = workload_of(model, token_loss, tokens_for(model, 160))
+        plans = [plan_blocks(model, strategy) for strategy in ("none", f"full_tiled:{num_tokens}")]
+        return estimate_on_target(workload, plans, device).chain(tiles=True)
+
+    some = chain()
+    monkeypatch.setattr(estimate, "some_tiles", lambda clock, tiles: tiles)
+    every = chain()
+    for one, other in zip(some.blocks, every.blocks, strict=True):
+        (tiled, expected) = (block.options[-1] for block in (one, other))
+        assert replace(tiled, added_s=0.0) == replace(expected, added_s=0.0)
+        assert tiled.added_s == pytest.approx(expected.added_s, rel=1e-9)
+    assert some.blocks[some.decided[1]].options[-1].action is Action.RECOMPUTE_TILED
 
 
 class CountedCopies(CopiesAtOnce):

@@ -54,6 +54,22 @@ def test_the_first_is_made_before_it_is_asked_for(tmp_path):
         assert next(made) == 2
 
 
+def test_all_are_made_before_they_are_asked_for(tmp_path):
+    last = tmp_path / "last"
+
+    def items():
+        yield 1
+        yield 2
+        last.touch()
+
+    with ahead(items(), all_at_once=True) as made:
+        deadline = time.monotonic() + 60
+        while not last.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [*made] == [1, 2]
+
+
 def test_an_error_is_raised_where_the_item_is_asked_for():
     def items():
         yield 1

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,15 @@ def test_no_peak_of_a_loss_of_labels_is_predicted_low(name, strategy):
     (point,) = run_points(task, LAUNCH, points_of(choose_for_target(task, LAUNCH, GIB).candidates))
     assert point.measured.needed_bytes <= point.candidate.needed_bytes
     assert point.candidate.needed_bytes == pytest.approx(point.measured.needed_bytes, rel=0.03)
+
+
+def test_further_losses_are_estimated_alike_in_a_process_of_their_own():
+    flags = [*TEXT, "--micro_batch_size", "auto", "--global_batch_size", "2", "--activation_checkpointing", "full"]
+    task = read_task(RECIPES / "language_modeling.py", flags)
+    here, there = (choose_for_target(task, LAUNCH, GIB, in_processes=own).candidates for own in (False, True))
+    assert [(one.layout.micro_batch_size, one.loss) for one in here] == [*product((1, 2), ("full", "chunked"))]
+    assert [one.parts for one in there] == [one.parts for one in here]
+    assert [one.step_s for one in there] == [one.step_s for one in here]
 
 
 @pytest.mark.slow
