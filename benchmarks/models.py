@@ -13,6 +13,7 @@ Dropout is off where gradients are compared: a compiler draws other masks.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from memsave_recipes.activations import block_names, find_stacks
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
 from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.models.image_classifiers import MODELS
+from memsave_recipes.profiling.block_costs import Workload
 
 CNNS = ("vgg16", "densenet121", "resnet50")
 LANGUAGE_MODELS = ("gpt2", "llama")
@@ -277,6 +281,20 @@ def loss_of_case(model: Any, batch: dict[str, Tensor], device: torch.device) -> 
         )
     output = model(batch["images"]) if "images" in batch else model(**inputs)
     return F.cross_entropy(getattr(output, "logits", output), batch["labels"])
+
+
+def workload_of_case(name: str, device: torch.device) -> Workload:
+    """The model of a case on fake tensors, and its forward."""
+    case = CASES[name]
+    model = fake_model(lambda: case.build().to(case.dtype).train())
+    batch = fake_batch(model, fake_batch_of(model, case))
+    return Workload(
+        model=model,
+        forward=partial(loss_of_case, model, batch, device),
+        batch=list(batch.values()),
+        device=torch.device("cpu"),
+        stacks=block_names(find_stacks(model)),
+    )
 
 
 @dataclass(frozen=True)

@@ -30,21 +30,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 
 import harness
 import torch
-from models import CASES, COMPARED, LLAMA_3B, fake_batch_of, loss_of_case
+from models import CASES, COMPARED, LLAMA_3B, workload_of_case
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model
+from memsave_recipes.activations import plan_blocks
+from memsave_recipes.estimation.estimate import Estimator
 from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
-from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.text import GIB
 
 QUICK_MODEL = "gpt2"
@@ -71,16 +69,8 @@ def predict(name: str, target: Target) -> Prediction:
     """In this process, whose peak of resident memory it takes."""
     case = CASES[name]
     begin = time.process_time()
-    model = fake_model(lambda: case.build().to(case.dtype).train())
-    batch = fake_batch(model, fake_batch_of(model, case))
-    stacks = block_names(find_stacks(model))
-    workload = Workload(
-        model=model,
-        forward=partial(loss_of_case, model, batch, target.device),
-        batch=list(batch.values()),
-        device=torch.device("cpu"),
-        stacks=stacks,
-    )
+    workload = workload_of_case(name, target.device)
+    model = workload.model
     plans = {strategy: plan_blocks(model, strategy) for strategy in STRATEGIES}
     estimator = Estimator(model, target, case.autocast_dtype)
     measured = estimator.estimate(workload, [plans["none"], plans["selective"]])

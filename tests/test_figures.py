@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pytest
 
@@ -155,6 +155,12 @@ def peer(loop):
     """MiB at the peak of a step, and its CPU time as a multiple of torch's by hand."""
     row = one("peers-cpu.json", loop=loop)
     return row["peak_bytes"] / MIB, row["cpu_time_ratio"]
+
+
+def ablation(way):
+    """In per cent of a step, of all models and budgets for which the way has a plan."""
+    budgets = [row for model in results("solver-ablation.json")["models"] for row in model["budgets"]]
+    return [100 * row["lost"][way] for row in budgets if row["lost"][way] is not None]
 
 
 def whole_or_shards(model, cards, shard, plan):
@@ -381,6 +387,18 @@ FIGURES = {
         "the noise of the measurement (±1.3 %)": Stated("an example of a line"),
         "assumed to be 500 MiB": Stated("an assumption"),
         "a reserve of 1 % of the baseline's activations": Stated("a setting"),
+        "loses 0.9 % of the exact plan's step on average, and 4.0 % at most, over six models of up to 8 billion "
+        "parameters and 20 budgets each": measured(
+            "solver-ablation.json", mean(ablation("greedy")), max(ablation("greedy")), 8, 20
+        ),
+        "no plan for 8 of the 120 budgets": measured("solver-ablation.json", 120 - len(ablation("greedy")), 120),
+        "loses 30.2 % at most and equal segments 26.4 %": measured(
+            "solver-ablation.json", max(ablation("every k-th")), max(ablation("segments"))
+        ),
+        "plan takes no more than 0.6 s to find": measured(
+            "solver-ablation.json",
+            max(row["solver_s"] for model in results("solver-ablation.json")["models"] for row in model["budgets"]),
+        ),
         "14 | 0.00 % | +0.01 % | 0 |": estimator("memsave_recipes"),
         "14 | 11.1 % | +38.1 % | 3 |": estimator("torch-preflight"),
         "7 | 25.3 % | +60.6 % | 3 |": estimator("torch-kitsune"),

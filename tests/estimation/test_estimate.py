@@ -428,7 +428,10 @@ def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_hos
     assert forecast(measured, least.baseline_peak_bytes, StaticMemory()).plan.is_bitwise
 
 
-@pytest.mark.parametrize(("target", "num_tokens"), [("a100", 40), ("a100", 72), ("a100", 200), ("cpu", 72)])
+@pytest.mark.parametrize(
+    ("target", "num_tokens"),
+    [("a100", 40), ("a100", 72), ("a100", 200), pytest.param("cpu", 72, marks=pytest.mark.slow)],
+)
 def test_the_first_two_tiles_and_the_last_tell_of_all(target, num_tokens, monkeypatch):
     """320 tokens: eight tiles, four and a shorter one, one and a shorter one."""
 
