@@ -409,6 +409,7 @@ FIGURES = {
         "read 14,222 MB": Stated("the article's figure"),
     },
     "docs/errors.md": {
+        "Tried to allocate 20.00 MiB": Stated("an example of torch's words"),
         "16 bytes a parameter: 104 GiB for 7 billion": Asserted("tests/test_errors_page.py"),
         "3.9 GiB for 8 x 1,024 x 128,256": Asserted("tests/test_errors_page.py"),
     },
