@@ -33,6 +33,12 @@ KERNEL_S = 3e-6
 """The least time of a CUDA kernel with the gap before the next one: an assumption, of the order that is measured for
 kernels that do nothing."""
 
+HOST_MEMORY_BYTES_PER_S = 100e9
+"""Of the memory of a host that is not here, in which optimizers step: an assumption, of the order of a few channels."""
+UPDATED_NUMBERS = 2**24
+ADAMW_BYTES = 28
+"""Read and written for each of them: weight, gradient and two moments, of which all but the gradient change."""
+
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 """cuBLAS takes it from torch's allocator with the first product, for good: ``:4096:2:16:8`` of its documentation, and
@@ -53,6 +59,7 @@ class Target:
         flops_per_s: by precision, as ``peak_flops`` names them; one that is missing is not in the vendor's tables.
         bytes_per_s: of its memory.
         host_bytes_per_s: between it and the host's memory, one way.
+        host_memory_bytes_per_s: that its host reads and writes.
         kernel_s: the least time of any kernel.
         context_bytes: held by the driver besides torch's memory.
         cublas_workspace_bytes: allocated by the first matrix product, for good.
@@ -68,6 +75,7 @@ class Target:
     bytes_per_s: float
     host_bytes_per_s: float
     memory_bytes: int
+    host_memory_bytes_per_s: float = HOST_MEMORY_BYTES_PER_S
     kernel_s: float = 0.0
     context_bytes: int = 0
     cublas_workspace_bytes: int = 0
@@ -157,6 +165,14 @@ def host_rate(device: torch.device) -> float:
         torch.accelerator.synchronize(device)
 
     return COPIED_BYTES / _shortest_s(copy)
+
+
+def host_memory_rate() -> float:
+    """Return the bytes a second that this host reads and writes where torch's fused AdamW steps."""
+    weight = torch.zeros(UPDATED_NUMBERS)
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return ADAMW_BYTES * UPDATED_NUMBERS / _shortest_s(optimizer.step)
 
 
 def _plain(word: str) -> str:

@@ -94,6 +94,8 @@ class StaticMemory:
         remote_bytes: weights that other ranks hold.
         host_bytes: of the host, for what waits or is stepped there of the optimizer.
         awaited_bytes: copied for it in a step while the device waits.
+        updated_bytes: that the host reads and writes where it steps.
+        updates_in_backward: whether it does so beside the backward.
         copies_bytes: of the host, for copies of checkpoints.
     """
 
@@ -110,6 +112,8 @@ class StaticMemory:
     remote_bytes: int = 0
     host_bytes: int = 0
     awaited_bytes: int = 0
+    updated_bytes: int = 0
+    updates_in_backward: bool = False
     copies_bytes: int = 0
 
     @property
@@ -201,6 +205,8 @@ def static_memory_of(
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
         host_bytes=optimizer.host_bytes,
         awaited_bytes=optimizer.awaited_bytes,
+        updated_bytes=optimizer.updated_bytes,
+        updates_in_backward=optim.optimizer_in_backward,
         copies_bytes=copies_bytes(optim, model, num_ranks=num_shards) if optim.async_save and not on_cpu else 0,
     )
     if num_shards is not None:

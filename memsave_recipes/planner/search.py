@@ -51,6 +51,7 @@ class Candidate:
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
         host_bytes_per_s: between a device and its host, one way.
+        host_memory_bytes_per_s: that the host reads and writes.
     """
 
     layout: BatchLayout
@@ -62,6 +63,7 @@ class Candidate:
     budget_bytes: int
     host_budget_bytes: int | None = None
     host_bytes_per_s: float = inf
+    host_memory_bytes_per_s: float = inf
 
     @property
     def strategy(self) -> str:
@@ -100,13 +102,20 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step without the optimizer's update, which is the same for all candidates."""
+        """Seconds of a step without an update on the device, which is the same for all candidates."""
         return self.layout.forwards_per_step * self.forecast.micro_batch_s + self.awaited_s
 
     @property
     def awaited_s(self) -> float:
-        """Seconds of a step in which the device waits for optimizer state from the host: an estimate."""
-        return self.static.awaited_bytes / self.host_bytes_per_s
+        """Seconds of a step in which the device waits for optimizer state, or for the host's step: an estimate."""
+        beside_s = sum(block.backward_s for block in self.forecast.chain.blocks)
+        exposed_s = self.update_s - (beside_s if self.static.updates_in_backward else 0)
+        return self.static.awaited_bytes / self.host_bytes_per_s + max(0.0, exposed_s)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds in which the host steps, if it does: an estimate."""
+        return self.static.updated_bytes / self.host_memory_bytes_per_s
 
     @property
     def communication_s(self) -> tuple[float, float]:
@@ -200,7 +209,7 @@ class SearchSpace:
     Args:
         budget_bytes: of the device, overheads included.
         strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else only this one.
-        overheads, host_budget_bytes, host_bytes_per_s: see ``Candidate``.
+        overheads, host_budget_bytes, host_bytes_per_s, host_memory_bytes_per_s: see ``Candidate``.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
         compiled_ratios: of compiled memory, to measure for a budget.
@@ -217,6 +226,7 @@ class SearchSpace:
     overheads: Mapping[str, int] = field(default_factory=dict)
     host_budget_bytes: int | None = None
     host_bytes_per_s: float = inf
+    host_memory_bytes_per_s: float = inf
     plan_of: Callable[[str, Collection[str]], Plan]
     plan: Plan | None = None
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
@@ -238,6 +248,7 @@ class SearchSpace:
                 budget_bytes=self.budget_bytes,
                 host_budget_bytes=self.host_budget_bytes,
                 host_bytes_per_s=self.host_bytes_per_s,
+                host_memory_bytes_per_s=self.host_memory_bytes_per_s,
             )
             for in_shards, static in self._reduced(layout)
             for found in self._forecasts(measurement, static, in_shards)
@@ -352,6 +363,7 @@ def search_space(
     overheads: Mapping[str, int],
     host_budget_bytes: int | None = None,
     host_bytes_per_s: float = inf,
+    host_memory_bytes_per_s: float = inf,
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
 ) -> SearchSpace:
@@ -385,6 +397,7 @@ def search_space(
         overheads=overheads,
         host_budget_bytes=host_budget_bytes,
         host_bytes_per_s=host_bytes_per_s,
+        host_memory_bytes_per_s=host_memory_bytes_per_s,
         plan_of=partial(plan_blocks, model),
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
         in_shards=None if groups is None else partial(in_shards, groups),

@@ -273,6 +273,7 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
         overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
         host_bytes_per_s=launch.target.host_bytes_per_s,
+        host_memory_bytes_per_s=launch.target.host_memory_bytes_per_s,
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )

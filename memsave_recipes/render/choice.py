@@ -165,7 +165,10 @@ def overhead_lines(candidate: Candidate) -> list[str]:
         lines.append(f"traffic of a step: {format_seconds(sent_s)}, {format_seconds(exposed_s)} of them in its time")
     if candidate.reduces_once:
         lines.append(reduction_line(once=True))
-    if candidate.awaited_s:
+    if candidate.static.updated_bytes:
+        takes, waits = format_seconds(candidate.update_s), format_seconds(candidate.awaited_s)
+        lines.append(f"optimizer step: the host takes {takes}, of which the device waits {waits} (estimated)")
+    elif candidate.awaited_s:
         moved = format_bytes(candidate.static.awaited_bytes)
         seconds = format_seconds(candidate.awaited_s)
         lines.append(f"optimizer state: the device waits {seconds} of a step for {moved} of copies (estimated)")

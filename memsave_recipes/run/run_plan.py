@@ -24,7 +24,7 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
-from memsave_recipes.estimation.targets import find_target, host_rate, target_of
+from memsave_recipes.estimation.targets import find_target, host_memory_rate, host_rate, target_of
 from memsave_recipes.planner.budget import (
     COMPILED_RATIOS,
     overheads_of_device,
@@ -89,7 +89,9 @@ def plan_run(
     else:
         offloads_state = task.optim.offload_optimizer != NONE
         rate = on_main_process(accelerator, partial(host_rate, accelerator.device)) if offloads_state else inf
-        measured = _Measured(accelerator, task, step, host_budget_bytes, rate)
+        steps_there = task.optim.offload_optimizer == "step" and accelerator.device.type != "cpu"
+        memory_rate = on_main_process(accelerator, host_memory_rate) if steps_there else inf
+        measured = _Measured(accelerator, task, step, host_budget_bytes, rate, memory_rate)
         candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
@@ -300,6 +302,7 @@ class _Measured(_Planning):
     step: StepOnDevice
     host_budget_bytes: int | None
     host_bytes_per_s: float
+    host_memory_bytes_per_s: float
 
     def open_layouts(self) -> list[BatchLayout]:
         """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
@@ -340,6 +343,7 @@ class _Measured(_Planning):
             overheads=overheads_of_device(accelerator.device),
             host_budget_bytes=self.host_budget_bytes,
             host_bytes_per_s=self.host_bytes_per_s,
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
         )
 
     def _search(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:

@@ -38,6 +38,10 @@ TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat1
 NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
 NUMBERS_OF_A_LOSS = 8  # likewise: what counts in it, its weighted sum, and what that is made of
 NUMBER_BYTES = 4
+TOUCHED = {"adamw": 7, "sgd": 5, "adafactor": 7}
+"""How often an update on the host reads or writes each number of 32 bits: weight, gradient and state."""
+SLOWER = {"adamw_8bit": 20, "adamw_bf16": 22}
+"""How often longer than AdamW's an update takes whose arithmetic counts: docs/results/host_step.md."""
 NORM_CHUNK = 2**16
 """Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
 which makes as many sums for every gradient as the largest has)."""
@@ -104,6 +108,7 @@ class OptimizerMemory:
         in_backward: likewise of each parameter that is stepped in the backward, by its name.
         host_bytes: of the host, for what waits or is stepped there, at most.
         awaited_bytes: copied to or from the host in a step while the device waits.
+        updated_bytes: that the host reads and writes where it steps.
     """
 
     state_bytes: int
@@ -111,6 +116,7 @@ class OptimizerMemory:
     in_backward: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int = 0
     awaited_bytes: int = 0
+    updated_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +150,8 @@ def optimizer_memory(
     shares = parameters_by_optimizer(optim.update_rule, model)
     if optim.offload_optimizer == "step" and not on_cpu:
         host_bytes = _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
-        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes)
+        updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
+        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
     waits = optim.offload_optimizer != NONE and not on_cpu
     pieces = [
         _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
@@ -193,6 +200,14 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     updates = (update_bytes(name, share, on_cpu=True, num_ranks=num_ranks or 1) for name, share in stepped.items())
     counters = sum(counters_bytes(name, len(share), on_cpu=True) for name, share in stepped.items())
     return pinned + ring + sum(map(sum, states)) + counters + max(updates, default=0)
+
+
+def _updated_bytes(optim: OptimizerSettings, name: str, weight: nn.Parameter, num_ranks: int | None) -> int:
+    """That the host reads and writes to step a master, and to cast it; as many as AdamW would in the same time."""
+    touched = 3 if name == "sgd" and not optim.momentum else TOUCHED.get(name, 0) or SLOWER[name] * TOUCHED["adamw"]
+    is_cast = weight.element_size() < NUMBER_BYTES and not optim.bf16_stochastic_round
+    cast_bytes = NUMBER_BYTES + weight.element_size() if is_cast else 0
+    return part_numel(weight, num_ranks or 1) * (touched * NUMBER_BYTES + cast_bytes)
 
 
 def copies_bytes(optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None) -> int:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.targets import find_target, known_targets, target_of
+from memsave_recipes.estimation import targets
+from memsave_recipes.estimation.targets import find_target, host_memory_rate, known_targets, target_of
 from memsave_recipes.profiling.throughput import CARDS
 from memsave_recipes.text import GIB
 
@@ -193,3 +194,11 @@ def test_rates_by_precision():
     assert a100.seconds(mm, torch.bfloat16, 0, int(2039e9)) == 1
     assert a100.seconds(mm, torch.bfloat16, 1, 1) == a100.kernel_s
     assert find_target("t4").seconds(mm, torch.bfloat16, 8.1e12, 0) == 1
+
+
+def test_the_rate_of_this_hosts_memory_is_that_of_an_update(monkeypatch):
+    monkeypatch.setattr(targets, "UPDATED_NUMBERS", 1000)
+    stepped = []
+    monkeypatch.setattr(targets, "_shortest_s", lambda run: stepped.append(run()) or 0.5)
+    assert host_memory_rate() == 28 * 1000 / 0.5
+    assert len(stepped) == 1

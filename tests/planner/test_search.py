@@ -168,6 +168,29 @@ def test_a_step_waits_for_state_from_the_host():
     )
 
 
+def test_a_step_waits_for_the_update_on_the_host():
+    there = replace(candidate(static=StaticMemory(updated_bytes=2048)), host_memory_bytes_per_s=1024.0)
+    assert there.step_s == candidate().step_s + 2
+    assert "optimizer step: the host takes 2 s, of which the device waits 2 s (estimated)" in overhead_lines(there)
+
+
+@pytest.mark.parametrize(("update_s", "waits_s"), [(8, 0), (20, 4)])
+def test_the_backward_hides_an_update_beside_it(update_s, waits_s):
+    static = StaticMemory(updated_bytes=update_s, updates_in_backward=True)
+    beside = replace(candidate(static=static), host_memory_bytes_per_s=1.0)
+    assert sum(one.backward_s for one in beside.forecast.chain.blocks) == 16
+    assert beside.awaited_s == waits_s
+
+
+def test_gradients_that_leave_are_there_up_to_a_limit():
+    option_of = replace(option(saved=0, forward=0, backward=200), accumulated_bytes=90)
+    blocks = [replace(block(name, option_of, gradient=100), tied_gradient_bytes=30 * (name == "b")) for name in "abc"]
+    static = StaticMemory(gradients_stay=False, leaving_bytes=150)
+    found = static.added_to(Chain(blocks=tuple(blocks), resident_bytes=0)).blocks
+    assert [one.gradient_bytes for one in found] == [0, 50 + 30, 100]  # of the last one all, one of b waits for a use
+    assert [one.options[0].backward_transient_bytes for one in found] == [110, 110 + 50, 200]
+
+
 def test_a_host_that_state_is_too_large_for_is_named_by_the_error():
     assert with_state_on_host(2048, 2048).fits
     assert not with_state_on_host(2048, 2047).fits

@@ -217,6 +217,23 @@ def test_what_stays_visits_and_is_pinned_by_hand(case):
     assert found.in_backward == (of_each if optim.optimizer_in_backward else {})
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype", "num_bytes"),
+    [
+        ({}, torch.float32, 7 * 4),
+        ({}, torch.bfloat16, 7 * 4 + 4 + 2),  # and the master is cast
+        ({"optimizer": "sgd", "momentum": 0.9}, torch.float32, 5 * 4),
+        ({"optimizer": "sgd", "momentum": 0.0}, torch.float32, 3 * 4),
+        ({"optimizer": "adamw_8bit"}, torch.float32, 20 * 28),
+        ({"bf16_stochastic_round": True}, torch.bfloat16, 22 * 28),
+    ],
+)
+def test_what_an_update_on_the_host_reads_and_writes(flags, dtype, num_bytes):
+    optim, model = OptimizerArguments(offload_optimizer="step", **flags), nn.Linear(64, 128, bias=False, dtype=dtype)
+    assert optimizer_memory(optim, model, on_cpu=False).updated_bytes == 64 * 128 * num_bytes
+    assert optimizer_memory(optim, model, num_ranks=2, on_cpu=False).updated_bytes == 64 * 64 * num_bytes
+
+
 def test_on_a_cpu_all_state_stays():
     optim, model = OptimizerArguments(offload_optimizer="state"), nn.Linear(64, 128)
     known = optimizer_memory(OptimizerArguments(), model, on_cpu=True)

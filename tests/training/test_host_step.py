@@ -6,6 +6,7 @@ import weakref
 from copy import deepcopy
 from functools import partial
 from math import isfinite
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from memsave_recipes.activations.streaming import WeightStream, place, stream_we
 from memsave_recipes.errors import InputError
 from memsave_recipes.exact.batch_layouts import IndexedLayout
 from memsave_recipes.profiling.preserve_state import preserve_state
+from memsave_recipes.run import run_plan
 from memsave_recipes.step import host_state, host_step
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.host_step import HostMasters, masters_of, scale_on_host, step_on_host
@@ -387,6 +389,16 @@ def test_gradients_outside_of_training_go_to_the_weights_on_the_host():
     other.train()(input_ids=tokens, labels=tokens).loss.backward()
     assert all(torch.equal(gradients[name], weight.grad.cpu()) for name, weight in other.named_parameters())
     assert all(master.grad is None for master in masters_of(optimizer).of.values())
+
+
+def test_a_host_that_is_too_small_is_refused_before_masters_are_made(monkeypatch):
+    monkeypatch.setattr(run_plan, "usable_host_bytes", lambda device: 2**20)
+    task = SimpleNamespace(run=SimpleNamespace(shard=None), optim=settings(offload="step"))
+    accelerator, layout = Accelerator(cpu=True), BatchLayout.of(8, 4, 1)
+    with pytest.raises(InputError, match=r"--offload_optimizer: a rank would move .* to its host, which has 1 MiB"):
+        run_plan.host_budget_of(accelerator, task, make_model(), layout)
+    task.optim = settings(offload="state")  # which takes memory when it is made
+    assert run_plan.host_budget_of(accelerator, task, make_model(), layout) == 2**20
 
 
 @pytest.mark.parametrize(
