@@ -26,7 +26,7 @@ from memsave_recipes.activations.blocks import (
 )
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
 from memsave_recipes.activations.micro_batches import joined_batchnorm
-from memsave_recipes.activations.recompute import BlockRuns, modules_that_share
+from memsave_recipes.activations.recompute import BlockRuns, Modules, modules_that_share
 from memsave_recipes.activations.spans import (
     JointLayers,
     LayerInSpan,
@@ -258,7 +258,7 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
         _tile_mlps([layer.module for layer in layers], handle)
     elif action is Action.RECOMPUTE_NESTED:
         _nest_parts([layer.module for layer in layers], handle)
-    span = JointLayers([layer.module for layer in layers])
+    span = JointLayers(Modules(layer.module for layer in layers))
     for position, layer in enumerate(layers):
         method = getattr(layer.module, layer.method)
         if len(layers) > 1 and action.kind.is_joint:

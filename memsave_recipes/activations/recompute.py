@@ -50,11 +50,12 @@ NOTE [ casts of weights ]
    it is not looked for.)
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any
@@ -63,14 +64,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _VersionWrapper,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, noop_context_fn
 
 from memsave_recipes.activations.micro_batches import on_inner_tensors
 from memsave_recipes.activations.side_effects import SideEffects
@@ -147,8 +142,19 @@ def _nothing_counted(layer: _BatchNorm) -> torch.Tensor | None:
 
 def batchnorm_layers(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
     """All BatchNorm layers (SyncBatchNorm too) among ``modules`` and below them, each once."""
+    if isinstance(modules, Modules):
+        return modules.batchnorm_layers
     found = {layer: None for module in modules for layer in module.modules() if isinstance(layer, _BatchNorm)}
     return list(found)
+
+
+class Modules(tuple[nn.Module, ...]):
+    """Those of a block, which are looked through once and not in each forward."""
+
+    @cached_property
+    def batchnorm_layers(self) -> list[_BatchNorm]:
+        """Among them and below them."""
+        return batchnorm_layers(list(self))
 
 
 def modules_that_share(model: nn.Module, stacks: Iterable[Collection[Collection[nn.Module]]]) -> frozenset[nn.Module]:
@@ -294,9 +300,8 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
 
     Raises:
         InputError: an operator writes in place on an input; in the backward, if a kept output was written on after
-            ``function`` ended, or if the second run uses other operators than the first (torch 2.11 sees that of kept
-            ones alone). Under autocast it does where the first one found weights cast already, because another block
-            has the same or ran twice: known limit.
+            ``function`` ended, or if the second run uses other operators than the first. Under autocast it does where
+            the first one found weights cast already, because another block has the same or ran twice: known limit.
         RuntimeError: in the backward, if it is the second one.
     """
     function, inner = on_inner_tensors(function, inputs)
@@ -332,35 +337,115 @@ _WATCHING: list[dict[int, int]] = []
 
 def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``select_ops`` keeps the output of this call of an operator. See NOTE [ random numbers ]."""
-    name = op.name().partition(".")[0]
-    return name in KEPT_OPERATORS and not _is_mutable(op) and not draws(op, args, kwargs)
+    known = _known_of(op)
+    return known.name in KEPT_OPERATORS and not known.is_mutable and not draws(op, args, kwargs)
+
+
+def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operator takes random numbers. See NOTE [ random numbers ]."""
+    known = _known_of(op)
+    if known.dropout is None:
+        return known.is_seeded
+    position, default = known.dropout
+    return bool((args[position] if position < len(args) else kwargs.get("dropout_p", default)) != 0)
+
+
+class _Operator:
+    """What is the same in all calls of an operator: read once, as a schema is slow to read."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        schema = getattr(op, "_schema", None)  # higher-order operators have none
+        arguments = list(enumerate(schema.arguments)) if schema else []
+        self.name = op.name().partition(".")[0] if hasattr(op, "name") else ""
+        self.is_counted = op not in SAC_IGNORED_OPS
+        self.is_mutable = schema is not None and bool(schema.is_mutable)
+        self.is_seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        dropouts = [(position, one.default_value) for position, one in arguments if one.name == "dropout_p"]
+        self.dropout = dropouts[0] if dropouts else None
+        aliases = [(position, one.name, one.alias_info) for position, one in arguments if self.is_mutable]
+        self.written = [(position, name) for position, name, alias in aliases if alias and alias.is_write]
+
+    def written_storages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+        """The storages that this call writes on."""
+        for position, name in self.written:
+            yield from _storages(args[position] if position < len(args) else kwargs.get(name))
+
+
+def _known_of(op: Any) -> _Operator:
+    known = _KNOWN.get(id(op))  # torch computes the hash of an operator in Python
+    if known is None:
+        known = _KNOWN[id(op)] = _Operator(op)
+    return known
+
+
+_KNOWN: dict[int, _Operator] = {}
 
 
 def _selective_contexts(modules: list[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
     block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
-    caching, cached = create_selective_checkpoint_contexts(_policy)
-    caching.respect_saved_tensors_hooks = False  # torch 2.15 asks; what is kept passes through no hooks
-    return _FirstRun(caching, block, inputs), _SecondRun(cached, FrozenStatistics(modules), block)
+    outputs: Outputs = defaultdict(list)
+    return _FirstRun(outputs, block, inputs), _SecondRun(outputs, block, FrozenStatistics(modules))
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+class _Kept:
+    """The output of an operator in the first run, which the second one takes."""
+
+    def __init__(self, output: Any) -> None:
+        self.set(tree_map_only(Tensor, _detached, output))
+
+    def set(self, output: Any) -> None:
+        """Keep this one."""
+        self.output = output
+        self.versions = _versions(output)
+
+    def take(self, block: str) -> Any:
+        """Return the output, and hold it no longer."""
+        output, self.output = self.output, _TAKEN
+        if output is _TAKEN:
+            raise RuntimeError(f"{block}: under selective one is only allowed to backward once through a graph")
+        if self.versions != _versions(output):
+            why = "a tensor that it keeps was written on in place after it ran: write it out of place"
+            raise _refusal(block, why)
+        return output
 
 
-class _FirstRun(TorchDispatchMode):
-    """Torch's mode for the run in the forward, and NOTE [ writing in place ]."""
+_TAKEN = object()
+Outputs = defaultdict[_Operator, list[_Kept | None]]
+"""By operator, what is kept of each of its calls; ``None`` of those that run again."""
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """A tensor without the graph that autograd is about to give it, but with its count of writes."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _versions(values: Any) -> list[int]:
+    return [value._version for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+class _Run(TorchDispatchMode):
+    """A run of a block, ``outputs`` being kept by the first for the second."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As torch's mode does."""
+        """As torch's own modes for checkpoints do."""
         return True
 
-    def __init__(self, caching: Any, block: str, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, outputs: Outputs, block: str) -> None:
         TorchDispatchMode.__init__(self)
-        self.caching = caching
+        self.outputs = outputs
         self.block = block
+
+
+class _FirstRun(_Run):
+    """The run in the forward, and NOTE [ writing in place ]."""
+
+    def __init__(self, outputs: Outputs, block: str, inputs: tuple[Any, ...]) -> None:
+        _Run.__init__(self, outputs, block)
         self.inputs = _storages(inputs)
         self.kept: dict[int, int] = {}
         self.is_on = False
@@ -370,9 +455,7 @@ class _FirstRun(TorchDispatchMode):
         TorchDispatchMode.__enter__(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.leave()
 
     def leave(self) -> None:
@@ -384,28 +467,32 @@ class _FirstRun(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        for storage in _written_storages(func, args, kwargs):
-            self._allow_write(func, storage)
-        output = self.caching.__torch_dispatch__(func, types, args, kwargs)
-        if is_kept(func, args, kwargs):
-            self._add_kept(output)
+        known, kwargs = _known_of(func), kwargs or {}
+        if known.written:
+            self._allow_writes(known, args, kwargs)
+        output = func(*args, **kwargs)
+        if known.is_counted:
+            keeps = known.name in KEPT_OPERATORS and is_kept(func, args, kwargs)
+            self.outputs[known].append(_Kept(output) if keeps else None)
+            if keeps:
+                self._add_kept(output)
         return output
 
-    def _allow_write(self, op: Any, storage: int) -> None:
-        if storage in self.inputs:
-            raise _refusal(self.block, f"{op.name()} writes in place on an input of the block: write it out of place")
-        if self.kept.pop(storage, None) is not None:
-            for watching in _WATCHING:
-                watching.pop(storage, None)
-            self._keep_copies(storage)
+    def _allow_writes(self, known: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for storage in known.written_storages(args, kwargs):
+            if storage in self.inputs:
+                why = f"{known.op.name()} writes in place on an input of the block: write it out of place"
+                raise _refusal(self.block, why)
+            if self.kept.pop(storage, None) is not None:
+                for watching in _WATCHING:
+                    watching.pop(storage, None)
+                self._keep_copies(storage)
 
     def _keep_copies(self, storage: int) -> None:
-        for entry in tree_leaves(self.caching.storage):
-            if isinstance(entry, _VersionWrapper) and storage in _storages(entry.val):
-                entry.val = entry.val.new_empty_strided(entry.val.size(), entry.val.stride()).copy_(entry.val)
-                entry.version = entry.val._version
-                self._add_kept(entry.val)
+        for kept in filter(None, chain.from_iterable(self.outputs.values())):
+            if storage in _storages(kept.output):
+                kept.set(tree_map_only(Tensor, partial(_copy_of_what_is_in, storage), kept.output))
+                self._add_kept(kept.output)
 
     def _add_kept(self, output: Any) -> None:
         storages = _storages(output)
@@ -414,65 +501,51 @@ class _FirstRun(TorchDispatchMode):
             watching |= storages
 
 
-class _SecondRun:
-    """The context of the run in the backward: kept outputs in place of their operators, BatchNorm recording nothing."""
+def _copy_of_what_is_in(storage: int, tensor: Tensor) -> Tensor:
+    is_in = storage in _storages(tensor)
+    return tensor.new_empty_strided(tensor.size(), tensor.stride()).copy_(tensor) if is_in else tensor
 
-    def __init__(self, cached: AbstractContextManager[Any], frozen: FrozenStatistics, block: str) -> None:
-        self.cached = cached
+
+class _SecondRun(_Run):
+    """The run in the backward: kept outputs in place of their operators, BatchNorm recording nothing."""
+
+    def __init__(self, outputs: Outputs, block: str, frozen: FrozenStatistics) -> None:
+        _Run.__init__(self, outputs, block)
         self.frozen = frozen
-        self.block = block
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_SecondRun":
+        self.calls = {op: iter(outputs) for op, outputs in self.outputs.items()}
         self.frozen.__enter__()
-        self.cached.__enter__()
+        TorchDispatchMode.__enter__(self)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cached.__exit__(kind, error, trace)
-        self.frozen.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError):
-            for words, reason in _EXPLANATIONS.items():
-                if words in str(error):
-                    raise _refusal(self.block, reason) from error
+        TorchDispatchMode.__exit__(self, kind, error, trace)
+        self.frozen.__exit__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = _known_of(func)
+        kept: Any = next(self.calls.get(known, _NO_CALLS), _NO_CALLS) if known.is_counted else None
+        if kept is _NO_CALLS:
+            why = (
+                "its second run uses other operators than its first: leave contexts and remove the plan after the "
+                "backward, use no weight twice under one autocast"
+            )
+            raise _refusal(self.block, why)
+        return func(*args, **(kwargs or {})) if kept is None else kept.take(self.block)
 
 
-_EXPLANATIONS = {
-    "has been mutated": "a tensor that it keeps was written on in place after it ran: write it out of place",
-    "not found in storage": (
-        "its second run uses other operators than its first: leave contexts and remove the plan after the backward, "
-        "use no weight twice under one autocast"
-    ),
-}
-"""The meaning of torch's errors of the second run, and the way out."""
+_NO_CALLS: Iterator[Any] = iter(())
 
 
 def _refusal(block: str, reason_and_way_out: str) -> InputError:
     return InputError(
         f"strategy: {block} cannot run under selective, because {reason_and_way_out}, or keep or recompute this block"
     )
-
-
-def _written_storages(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-    """The storages that this call of an operator writes on."""
-    for position, argument in enumerate(op._schema.arguments if _is_mutable(op) else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _storages(args[position] if position < len(args) else kwargs.get(argument.name))
-
-
-def _is_mutable(op: Any) -> bool:
-    schema = getattr(op, "_schema", None)  # higher-order operators have none
-    return schema is not None and bool(schema.is_mutable)
-
-
-def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an operator takes random numbers. See NOTE [ random numbers ]."""
-    schema = getattr(op, "_schema", None)
-    for position, argument in enumerate(schema.arguments if schema else ()):
-        if argument.name == "dropout_p":
-            dropout = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(dropout != 0)
-    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def _storages(values: Any) -> dict[int, int]:

@@ -47,12 +47,12 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter, tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memsave_recipes.activations.blocks import Block, SequentialStack
 from memsave_recipes.activations.offload import offload
-from memsave_recipes.activations.recompute import BlockRuns, recompute, select_ops
+from memsave_recipes.activations.recompute import BlockRuns, Modules, recompute, select_ops
 from memsave_recipes.activations.side_effects import CONTAINERS, SideEffects, copied
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
@@ -134,6 +134,8 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
     """An argument of a layer, by NOTE [ caches ]."""
     if name == "use_cache":
         return False
+    if isinstance(value, Tensor) and name not in CACHE_NAMES:
+        return value
     if any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
         raise InputError(
             f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
@@ -144,7 +146,7 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length")
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
 
 
 def _own_copy(value: Any) -> Any:
@@ -169,7 +171,7 @@ _checkpoint_hooks = getattr(checkpoint, "_checkpoint_internal_hook", saved_tenso
 class JointLayers:
     """The layers of one span. ``last`` is the span that the next call may join."""
 
-    modules: list[nn.Module]
+    modules: Modules
     last: "weakref.ref[_Calls] | None" = None
 
     def run(self, position: int, call: Callable[..., Any], *state: Any) -> Any:
@@ -304,7 +306,7 @@ gave its MLPs other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 def need_gradients(values: Any, modules: Iterable[nn.Module]) -> bool:
     """Whether a backward of ``modules``, run on ``values``, has anything to do: nothing has that is frozen so far."""
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
     parameters = (parameter for module in modules for parameter in module.parameters())
     return any(tensor.requires_grad for tensor in chain(tensors, parameters))
 
@@ -338,7 +340,7 @@ class SpannedBlocks:
         while first + 1 < len(self.blocks) and not need_gradients(state, self.blocks[first].modules):
             state = self.blocks[first].run(*state)
             first += 1
-        modules = [module for block in self.blocks[first:] for module in block.modules]
+        modules = self.modules[first]
         names = (block.name for block in self.blocks[first:])
         forward = self.runs.recorded(partial(self.forward, first), *names, action=self.action, modules=modules)
         state = runner_of(self.action, state, modules)(forward, *state, modules=modules, **self.options)
@@ -351,6 +353,12 @@ class SpannedBlocks:
             run = self.effects[number].once(block.run) if nests else None
             state = recompute(run, *state, modules=block.modules) if run else block.run(*state)
         return state
+
+    @cached_property
+    def modules(self) -> list[Modules]:
+        """From each block on."""
+        of_blocks = [block.modules for block in self.blocks]
+        return [Modules(chain.from_iterable(of_blocks[first:])) for first in range(len(of_blocks))]
 
     @cached_property
     def effects(self) -> list[SideEffects]:
@@ -388,7 +396,12 @@ class NestedPart:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        return recompute(self.effects.once(call), *state, modules=[self.module])
+        return recompute(self.effects.once(call), *state, modules=self.modules)
+
+    @cached_property
+    def modules(self) -> Modules:
+        """The part."""
+        return Modules([self.module])
 
     @cached_property
     def effects(self) -> SideEffects:
@@ -408,6 +421,11 @@ class SpannedLayer:
     watch: Watch | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def modules(self) -> Modules:
+        """The layer."""
+        return Modules([self.module])
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the layer's own forward.
 
@@ -421,9 +439,9 @@ class SpannedLayer:
             raise InputError(
                 f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
             )
-        recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
-        runner = runner_of(self.action, (state, call.given), [self.module])
-        run = partial(runner, recorded, modules=[self.module], **self.options)
+        recorded = self.runs.recorded(call, self.name, action=self.action, modules=self.modules)
+        runner = runner_of(self.action, (state, call.given), self.modules)
+        run = partial(runner, recorded, modules=self.modules, **self.options)
         if self.watch is None:
             return run(*state)
         return self.watch(self.name, run, state, (call.args, call.kwargs))
@@ -446,15 +464,20 @@ class LayerInSpan:
     action: Action
     watch: Watch | None = None
 
+    @cached_property
+    def modules(self) -> Modules:
+        """The layer."""
+        return Modules([self.module])
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the layer's own forward."""
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        run = recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
-        if need_gradients((state, call.given), [self.module]):
+        run = recorded = self.runs.recorded(call, self.name, action=self.action, modules=self.modules)
+        if need_gradients((state, call.given), self.modules):
             if self.action is Action.RECOMPUTE_NESTED:
-                recorded = partial(recompute, recorded, modules=[self.module])
+                recorded = partial(recompute, recorded, modules=self.modules)
             run = partial(self.span.run, self.position, recorded)
         if self.watch is None:
             return run(*state)

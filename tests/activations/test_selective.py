@@ -352,7 +352,6 @@ def test_writing_on_a_kept_output_afterwards_is_named():
         squares.sum().backward()
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch looks at kept operators alone")
 def test_a_second_run_that_uses_other_operators_is_named():
     once = iter([False, True])
 
