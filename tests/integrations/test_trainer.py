@@ -168,8 +168,9 @@ def test_what_is_saved_is_as_ever(tmp_path, plain):
     assert not differing(plain[1], weights_of(saved))
 
 
-def test_on_a_cpu_the_state_of_the_optimizer_stays(tmp_path, plain):
-    callback = memsave.MemsaveCallback(strategy="full", offload_optimizer="state")
+@pytest.mark.parametrize("offload", ["state", "step"])
+def test_on_a_cpu_the_optimizer_stays(tmp_path, plain, offload):
+    callback = memsave.MemsaveCallback(strategy="full", offload_optimizer=offload)
     with pytest.warns(match="offload_optimizer: the model runs on a CPU, so all of it stays where it is"):
         run = trained(tmp_path, [callback])
     assert not differing(plain[1], weights_of(run.model))

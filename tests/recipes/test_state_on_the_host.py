@@ -8,7 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from lives import ROOT, TINY_VIT, rows_of, scratch
+import torch
+from lives import ROOT, TINY_VIT, end_of, launch, rows_of, scratch, weights_of
 from safetensors.torch import load_file
 
 STATE = ["--offload_optimizer", "state"]
@@ -92,6 +93,7 @@ MORE_ON_ONE_DEVICE = {
     "without later": Case([*GPT2, "--optimizer", "muon"], lives=(STATE, [])),
 }
 ON_TWO_DEVICES = {
+    "ViT, bf16, step": Case(VIT, IMAGES, precision="bf16", lives=(STEP, STEP)),
     "Llama, fp16, step": Case([*LLAMA, *ACCUMULATED], precision="fp16", lives=(STEP, STEP)),
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
     "the same bits anywhere, step": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"], lives=(STEP, STEP)),
@@ -113,6 +115,10 @@ MORE_IN_SHARDS = {
     "stochastic rounding": Case([*LLAMA, *BFLOAT16]),
     "ViT, bf16": Case(VIT, IMAGES, precision="bf16"),
     "ViT, bf16, step": Case(VIT, IMAGES, precision="bf16", lives=(STEP, STEP)),
+    "Llama, 4 micro-batches, bf16, step": Case(
+        [*LLAMA, "--micro_batch_size", "1"], precision="bf16", lives=(STEP, STEP)
+    ),
+    "steps that may be left out, step": Case([*GPT2, "--skip_nonfinite", "2"], lives=(STEP,)),
     "reduced once, an average, step": Case([*GPT2, *ACCUMULATED, *ONCE, "--ema_decay", "0.9"], lives=(STEP, STEP)),
     "SGD, step later": Case([*GPT2, "--optimizer", "sgd"], lives=([], STEP)),
     "step first": Case(LLAMA, lives=(STEP, [])),
@@ -191,6 +197,22 @@ def test_the_bits_are_those_of_a_run_without(config, cases, on_devices, tmp_path
             assert_less_memory(with_state, without)
         if cases[name].lives[1:] and cases[name].lives[-1]:
             assert_no_state_was_on_the_device(with_state)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_step_in_shards_goes_on_with_whole_weights(on_devices, tmp_path):
+    """Whose gradients round otherwise: the weights move 60 times as far in two steps."""
+    flags = [*STEP, *SAVED, "--resume", "--dtype", "bfloat16", "--lr_scheduler_type", "constant"]
+    for name, second in (("two", "fsdp2"), ("one", "single_gpu")):
+        for config, steps in (("fsdp2", 2), (second, 4)):
+            where = {"environment": on_devices(1 if config == "single_gpu" else 2, POISON=1)}
+            options = {"common": LLAMA, "folder": tmp_path / name, **where}
+            code, output = end_of(launch("language_modeling", config, *flags, "--max_steps", str(steps), **options))
+            assert code == 0, output
+    two, one = (weights_of(tmp_path / name / "final") for name in ("two", "one"))
+    differences = torch.cat([(two[name].float() - weight.float()).abs().flatten() for name, weight in one.items()])
+    assert differences.mean() < 1e-5
 
 
 def assert_less_memory(run, than):
