@@ -17,6 +17,7 @@ from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers, find_parts
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.micro_batches import joined_batchnorm
+from memsave_recipes.activations.streaming import streamed_parameters
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
@@ -194,16 +195,18 @@ def static_memory_of(
     gradients = _allocated_bytes(trained, on_cpu)
     accumulates = layout.forwards_per_step > 1
     optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
-    averaged = 0
+    on_host = [one for one in streamed_parameters(model) if one.requires_grad]
+    averaged, averaged_on_host = 0, 0
     if optim.ema_decay is not None:
         statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
-        averaged = _allocated_bytes([*trained, *statistics], on_cpu)
+        averaged = _allocated_bytes([*_without(on_host, trained), *statistics], on_cpu)
+        averaged_on_host = sum(one.nbytes for one in on_host)
     static = StaticMemory(
         state_bytes=optimizer.state_bytes + averaged,
         optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
         in_backward=optimizer.in_backward,
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
-        host_bytes=optimizer.host_bytes,
+        host_bytes=optimizer.host_bytes + averaged_on_host,
         awaited_bytes=optimizer.awaited_bytes,
         updated_bytes=optimizer.updated_bytes,
         updates_in_backward=optim.optimizer_in_backward,
@@ -216,11 +219,15 @@ def static_memory_of(
         if gradients_leave(optim, device_type):
             sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
         return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
-    buckets = gradients if layout.num_processes > 1 else 0
-    if gradients_leave(optim, device_type) and not buckets and layout.needs_all_gradients is None:
+    reduced = _allocated_bytes(_without(on_host, trained), on_cpu)
+    buckets = reduced if layout.num_processes > 1 else 0
+    leaves_rank = on_host or layout.num_processes == 1
+    if gradients_leave(optim, device_type) and leaves_rank and layout.needs_all_gradients is None:
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
         leaving = host_step.LEAVING_BYTES - sums
-        return replace(static, sums_bytes=sums, gradients_stay=False, leaving_bytes=leaving)
+        if layout.num_processes > 1:  # the newest one is there twice, to be averaged
+            sums += max(one.nbytes for one in on_host) + (reduced if accumulates else 0)
+        return replace(static, buckets_bytes=buckets, sums_bytes=sums, gradients_stay=False, leaving_bytes=leaving)
     if optim.optimizer_in_backward:
         return replace(static, buckets_bytes=buckets, gradients_stay=False, leaving_bytes=0)
     stay = not (buckets and not accumulates)
@@ -256,6 +263,11 @@ def shards_of(
         accumulates=layout.accumulation_steps > 1 and not leave,
         leaving_bytes=host_step.LEAVING_BYTES if leave else None,
     )
+
+
+def _without(others: Iterable[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
+    known = set(map(id, others))
+    return [one for one in tensors if id(one) not in known]
 
 
 def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:

@@ -185,20 +185,22 @@ def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, kept:
     return [
         Label(Use.PARAMETERS, storages_of(resident_tensors(model))),
         Label(Use.GRADIENTS, storages_of(_gradients(model))),
-        Label(Use.OPTIMIZER_STATE, storages_of([*_state(model, optimizer), *kept])),
+        Label(Use.OPTIMIZER_STATE, storages_of(_on_device(model, [*_state(optimizer), *kept]))),
     ]
 
 
 def _gradients(model: nn.Module) -> Iterator[Tensor]:
-    return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return (one.grad for one in resident_tensors(model) if one.grad is not None)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of its state that are where the model is, and not on the host."""
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))
+
+
+def _on_device(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield those that are where the model is, and not on the host."""
     devices = {tensor.device for tensor in locals_of(resident_tensors(model))}
-    for entry in optimizer.state.values():
-        tensors = locals_of(value for value in entry.values() if isinstance(value, Tensor))
-        yield from (tensor for tensor in tensors if tensor.device in devices)
+    return (tensor for tensor in locals_of(tensors) if tensor.device in devices)
 
 
 @contextmanager
@@ -224,7 +226,7 @@ def _labelling(
         labels.add(Use.GRADIENTS, [weight.grad for weight in weights if weight.grad is not None])
 
     def label_state(*_: object) -> None:
-        labels.add(Use.OPTIMIZER_STATE, _state(model, optimizer))
+        labels.add(Use.OPTIMIZER_STATE, _on_device(model, _state(optimizer)))
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]

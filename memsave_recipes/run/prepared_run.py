@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.streaming import leave_to_this_rank, stream_of
+from memsave_recipes.activations.streaming import leave_to_this_rank, resident_tensors, stream_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import check_merging
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
@@ -105,8 +105,9 @@ class PreparedRun:
         is_streamed = stream_of(self.unwrapped) is not None
         if is_streamed:
             leave_to_this_rank(trained)
-        model, optimizer = accelerator.prepare(trained, optimizer, device_placement=[not is_streamed, True])
-        return model, optimizer
+        reduces = any(tensor.requires_grad for tensor in resident_tensors(self.unwrapped))  # else DDP refuses
+        model = accelerator.prepare_model(trained, device_placement=not is_streamed, evaluation_mode=not reduces)
+        return model, accelerator.prepare_optimizer(optimizer)
 
     def _settle_shards(self) -> None:
         """Reduce gradients as planned (``--reduce_gradients``), in the units that the weights are cut in."""

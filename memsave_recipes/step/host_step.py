@@ -17,7 +17,7 @@ NOTE [ steps on the host ]
 5. Under DDP, and where gradients are added up in a fixed order, they stay on the device until the last backward ends.
 6. A checkpoint holds the masters where they have more bits than the weights.
 7. A weight that waits on the host itself (``--stream_weights``) is its own master if the dtypes are the same. It is
-   stepped when no copy reads it.
+   stepped when no copy reads it. DDP passes over it: the ranks average each of its gradients before it leaves.
 8. Of weights in shards each rank steps its parts: a master is a ``DTensor`` with its part on the host, so optimizers
    and checkpoints see shards. The norms of the parts are summed on the device, in one message. Torch's
    ``CPUOffloadPolicy`` serves where all weights may wait on the host as well, and neither clips without a process
@@ -106,7 +106,7 @@ class HostMasters:
 
     def leave_stream(self, stream: WeightStream) -> None:
         """Take the gradients of weights that ``stream`` brings to the device."""
-        self._stream, stream.leave = stream, self.take_gradient
+        self._stream, stream.leave = stream, lambda weight, gradient: self.take_gradient(weight, _averaged(gradient))
 
     def step_in_backward(self, step: Callable[[Tensor], Any]) -> None:
         """Let the thread ``step`` each master as soon as its gradient is on the host, one micro-batch a step."""
@@ -220,6 +220,16 @@ class HostMasters:
         """Let the device wait for the weights that were sent."""
         if self._last is not None:
             self._up.wait(self._last)
+
+
+def _averaged(gradient: Tensor) -> Tensor:
+    """The mean over the ranks, as DDP makes it of the gradients of weights on the device."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks == 1:
+        return gradient
+    mean = gradient * (1 / num_ranks)
+    dist.all_reduce(mean)
+    return mean
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

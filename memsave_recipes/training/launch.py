@@ -289,7 +289,8 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     """
     inner = model.module
     own = vars(inner).get("forward")
-    parts = [parameter.sum() for parameter in inner.parameters() if parameter.requires_grad]
+    reduced = (one for name, one in inner.named_parameters() if name not in model.parameters_to_ignore)
+    parts = [parameter.sum() for parameter in reduced if parameter.requires_grad]
     inner.forward = lambda _: sum(parts)
     try:
         model(None).backward()  # an argument, since DDP with `device_ids` takes the first of those it has moved

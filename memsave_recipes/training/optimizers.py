@@ -268,14 +268,10 @@ def check_offload(optim: OptimizerArguments, layout: BatchLayout, *, streams: bo
     """
     if optim.offload_optimizer != "step":
         return
-    reasons = {
-        f"{layout.num_processes} ranks reduce gradients on their devices: launch one process": layout.num_processes > 1,
-        f"{layout.needs_all_gradients}: leave one of them out": layout.needs_all_gradients is not None,
-        "--ema_decay averages weights on the device: leave one of them out": optim.ema_decay is not None,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if streams and reason is not None:
-        raise InputError(f"--stream_weights host with --offload_optimizer step: {reason}")
+    if streams and layout.needs_all_gradients is not None:
+        raise InputError(
+            f"--stream_weights host with --offload_optimizer step: {layout.needs_all_gradients}: leave one of them out"
+        )
 
 
 def step_in_backward(optimizer: Optimizer) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from memsave_recipes.activations.streaming import stream_of
 from memsave_recipes.sharding.tensors import cut_like, local, locals_of
 from memsave_recipes.step.memory import averaged_tensors
 
@@ -17,7 +18,7 @@ class WeightAverage:
     """After each step ``decay * average + (1 - decay) * weights``, by ``torch.optim.swa_utils``.
 
     The first step sets it to the weights, as torch's ``AveragedModel`` does; the statistics of BatchNorm are averaged
-    as well. Of weights in shards each rank averages its part.
+    as well. Of weights in shards each rank averages its part. The average of streamed weights is on the host, too.
 
     Args:
         model: not wrapped by DDP.
@@ -81,6 +82,9 @@ class WeightAverage:
         """Swap weights and averages one by one, so that a single tensor is there twice."""
         if applied is self._is_applied:
             return
+        stream = stream_of(self._model)
+        if stream is not None:
+            stream.settle()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root's stay gathered after a forward without a backward

@@ -85,6 +85,9 @@ MORE_ON_ONE_DEVICE = {
     "ViT, weights, bf16": Case([*VIT, *RECOMPUTED], IMAGES, precision="bf16", lives=(STREAMED, STREAMED)),
     "DenseNet, step, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES, lives=(STEP, STEP)),
     "ViT, accumulated, fp16, step": Case([*VIT, *ACCUMULATED], IMAGES, precision="fp16", lives=(STEP, STEP)),
+    "an average, weights": Case(
+        [*LLAMA, *RECOMPUTED, "--ema_decay", "0.9", "--eval_steps", "1"], lives=(STREAMED, STREAMED)
+    ),
     "an average, step": Case([*GPT2, "--ema_decay", "0.9"], lives=(STEP, STEP)),
     "LoRA, weights": Case([*LLAMA, *RECOMPUTED, "--lora"], lives=(STREAMED, STREAMED)),
     "weights later": Case([*GPT2, *RECOMPUTED], lives=([], STREAMED)),
@@ -94,6 +97,8 @@ MORE_ON_ONE_DEVICE = {
 }
 ON_TWO_DEVICES = {
     "ViT, bf16, step": Case(VIT, IMAGES, precision="bf16", lives=(STEP, STEP)),
+    "Llama, weights": Case([*LLAMA, *RECOMPUTED], lives=(STREAMED, STREAMED)),
+    "LoRA, weights": Case([*LLAMA, *RECOMPUTED, "--lora"], lives=(STREAMED, STREAMED)),
     "Llama, fp16, step": Case([*LLAMA, *ACCUMULATED], precision="fp16", lives=(STEP, STEP)),
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
     "the same bits anywhere, step": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"], lives=(STEP, STEP)),

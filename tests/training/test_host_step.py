@@ -5,6 +5,7 @@ import threading
 import weakref
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from math import isfinite
 from types import SimpleNamespace
 
@@ -18,7 +19,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.streaming import WeightStream, place, stream_weights, streamed_parameters
+from memsave_recipes.activations.streaming import (
+    WeightStream,
+    leave_to_this_rank,
+    place,
+    stream_weights,
+    streamed_parameters,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.exact.batch_layouts import IndexedLayout
 from memsave_recipes.profiling.preserve_state import preserve_state
@@ -29,6 +36,7 @@ from memsave_recipes.step.host_step import HostMasters, masters_of, scale_on_hos
 from memsave_recipes.training import optimizers
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import check_offload, clip_gradients, make_optimizer
+from memsave_recipes.training.weight_average import WeightAverage
 from tests.decoders import causal_model
 
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -80,6 +88,16 @@ def on_host(model, *, leaves=True, **options):
     return optim, make_optimizer(optim, model, seed=3, leaves_in_backward=leaves)
 
 
+def late_masters(parameters, device, dtype, waiting=()):
+    return HostMasters(parameters, dtype, CopiesInOrder(), CopiesInOrder(), waiting)
+
+
+def offload_from_cpu(patch):
+    for module in (optimizers, host_step):
+        patch.setattr(module, "masters_on_host", late_masters)
+        patch.setattr(module, "may_leave", lambda device: True)
+
+
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch):
     monkeypatch.setattr(host_state, "PIECE_BYTES", 2**14)
@@ -87,13 +105,7 @@ def small_copies(monkeypatch):
     monkeypatch.setattr(host_step, "STAGED_BYTES", 2**15)
     monkeypatch.setattr(host_step, "LEAVING_BYTES", 2**12)
     if DEVICE.type == "cpu":
-
-        def late(parameters, device, dtype, waiting=()):
-            return HostMasters(parameters, dtype, CopiesInOrder(), CopiesInOrder(), waiting)
-
-        for module in (optimizers, host_step):
-            monkeypatch.setattr(module, "masters_on_host", late)
-            monkeypatch.setattr(module, "may_leave", lambda device: True)
+        offload_from_cpu(monkeypatch)
 
 
 def expected_weights(steps, model=None, **options):
@@ -260,11 +272,6 @@ def test_a_schedule_that_has_the_step_is_refused():
         step_on_host(model, optimizer)
 
 
-@pytest.mark.parametrize(("offload", "streams"), [("step", False), ("state", True)])
-def test_ranks_are_refused_for_streamed_weights_alone(offload, streams):
-    check_offload(settings(offload=offload), BatchLayout.of(8, 4, 2), streams=streams)
-
-
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0}
 
 
@@ -401,14 +408,65 @@ def test_a_host_that_is_too_small_is_refused_before_masters_are_made(monkeypatch
     assert run_plan.host_budget_of(accelerator, task, make_model(), layout) == 2**20
 
 
-@pytest.mark.parametrize(
-    ("layout", "options", "reason"),
-    [
-        (BatchLayout.of(8, 4, 2), {}, "2 ranks reduce gradients on their devices: launch one process"),
-        (IndexedLayout.of(8, 4, 1), {}, "leave one of them out"),
-        (BatchLayout.of(8, 4, 1), {"ema_decay": 0.9}, "--ema_decay averages weights on the device"),
-    ],
-)
-def test_what_needs_streamed_weights_on_the_device_is_refused(layout, options, reason):
-    with pytest.raises(InputError, match=f"--stream_weights host with --offload_optimizer step: .*{reason}"):
-        check_offload(settings(offload="step", **options), layout, streams=True)
+def averaged_in_between(model):
+    """The losses of the average in the midst of a training, the average, and the trained weights."""
+    average = WeightAverage(model, 0.5)
+    optim, optimizer = on_host(model)
+    tokens, losses = torch.arange(8).to(DEVICE)[None], []
+    for step in range(LATER):
+        train_language(model, optim, optimizer, steps=[step])
+        average.update()
+        with average.applied(), torch.no_grad():
+            losses.append(model(input_ids=tokens, labels=tokens).loss.item())
+    return losses, [one.cpu() for one in (*average.tensors.values(), *model.state_dict().values())]
+
+
+def test_the_average_of_streamed_weights_is_on_the_host_and_has_the_same_bits():
+    model, other = streaming(), causal_model("llama").to(DEVICE)
+    (losses, found), (expected_losses, expected) = averaged_in_between(model), averaged_in_between(other)
+    assert losses == expected_losses
+    assert len(set(losses)) == LATER
+    assert all(map(torch.equal, found, expected))
+
+
+def trained_by_ranks(accelerator):
+    """Weights of a model of which layers are streamed and of one without, after 1 or 2 micro-batches a step."""
+    results = []
+    for count, stream in product((1, 2), (True, False)):
+        model = causal_model("llama")
+        if stream:
+            stream_weights(model, WeightStream(DEVICE, CopiesInOrder()), trained=True)
+            leave_to_this_rank(model)
+        with pytest.MonkeyPatch.context() as patch:  # a rank is another process than that of the fixtures
+            offload_from_cpu(patch)
+            optim, optimizer = on_host(model, leaves=False)
+        prepared = accelerator.prepare_model(model)
+        for step in range(LATER):
+            random = torch.Generator().manual_seed(10 * step + accelerator.process_index)
+            *earlier, last = torch.randint(50, (count, 2, 8), generator=random)
+            with prepared.no_sync():
+                for tokens in earlier:
+                    prepared(input_ids=tokens, labels=tokens).loss.backward()
+            prepared(input_ids=last, labels=last).loss.backward()
+            clip_gradients(optim, accelerator, prepared, optimizer)
+            optimizer.step()
+        results.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+    return results
+
+
+def test_streamed_weights_train_over_two_ranks(run_on_ranks):
+    """A sum of two has the bits of one of DDP's; the sums of micro-batches are made in another order."""
+    ranks = run_on_ranks(trained_by_ranks, 2)
+    for one, other in zip(*ranks, strict=True):
+        assert all(torch.equal(other[name], weight) for name, weight in one.items())
+    (streamed, plain, streamed_accumulated, accumulated), _ = ranks
+    assert all(torch.equal(streamed[name], weight) for name, weight in plain.items())
+    assert not all(torch.equal(accumulated[name], weight) for name, weight in plain.items())
+    for name, weight in accumulated.items():
+        torch.testing.assert_close(streamed_accumulated[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_in_a_fixed_order_is_refused():
+    with pytest.raises(InputError, match=r"--stream_weights host with --offload_optimizer step: .*leave one of them"):
+        check_offload(settings(offload="step"), IndexedLayout.of(8, 4, 1), streams=True)
+    check_offload(settings(offload="step"), BatchLayout.of(8, 4, 2), streams=True)
