@@ -399,13 +399,13 @@ def test_gradients_outside_of_training_go_to_the_weights_on_the_host():
 
 
 def test_a_host_that_is_too_small_is_refused_before_masters_are_made(monkeypatch):
-    monkeypatch.setattr(run_plan, "usable_host_bytes", lambda device: 2**20)
+    monkeypatch.setattr(run_plan, "usable_host_bytes", lambda device: 2**10)
     task = SimpleNamespace(run=SimpleNamespace(shard=None), optim=settings(offload="step"))
     accelerator, layout = Accelerator(cpu=True), BatchLayout.of(8, 4, 1)
-    with pytest.raises(InputError, match=r"--offload_optimizer: a rank would move .* to its host, which has 1 MiB"):
+    with pytest.raises(InputError, match=r"--offload_optimizer: a rank would move .* to its host, which has 1 KiB"):
         run_plan.host_budget_of(accelerator, task, make_model(), layout)
     task.optim = settings(offload="state")  # which takes memory when it is made
-    assert run_plan.host_budget_of(accelerator, task, make_model(), layout) == 2**20
+    assert run_plan.host_budget_of(accelerator, task, make_model(), layout) == 2**10
 
 
 def averaged_in_between(model):
