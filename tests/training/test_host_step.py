@@ -408,6 +408,48 @@ def test_a_host_that_is_too_small_is_refused_before_masters_are_made(monkeypatch
     assert run_plan.host_budget_of(accelerator, task, make_model(), layout) == 2**10
 
 
+class CountedCopies(CopiesInOrder):
+    """Knows how often each tensor was the target of a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def start(self, pairs):
+        self.sizes += [target.numel() for target, _ in pairs]
+        return super().start(pairs)
+
+    def taken(self):
+        """The sizes of the copies since the last call."""
+        sizes, self.sizes = sorted(self.sizes), []
+        return sizes
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts copies of its own")
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("streams", [False, True])
+def test_each_gradient_goes_down_once_and_each_weight_up_once(monkeypatch, count, streams):
+    """A micro-batch runs layers 0, 1, 2, 2, 1, 0, and what two neighbours share is copied once."""
+    up, down, of_stream = CountedCopies(), CountedCopies(), CountedCopies()
+    monkeypatch.setattr(
+        optimizers,
+        "masters_on_host",
+        lambda parameters, _, dtype, waiting: HostMasters(parameters, dtype, up, down, waiting),
+    )
+    model = causal_model("llama")
+    if streams:
+        stream_weights(model, WeightStream(DEVICE, of_stream), trained=True)
+    optim, optimizer = on_host(model)
+    train_language(model, optim, optimizer, steps=range(2), count=count)  # which learns the order of the layers
+    up.taken(), down.taken(), of_stream.taken()
+    train_language(model, optim, optimizer, steps=range(2, 3), count=count)
+    layer = sorted(one.numel() for one in model.model.layers[0].parameters())
+    waiting = set(streamed_parameters(model))
+    assert down.taken() == sorted(count * [one.numel() for one in model.parameters()])
+    assert up.taken() == sorted(one.numel() for one in model.parameters() if one not in waiting)
+    assert of_stream.taken() == (sorted((1 + 4 * count) * layer) if streams else [])
+
+
 def averaged_in_between(model):
     """The losses of the average in the midst of a training, the average, and the trained weights."""
     average = WeightAverage(model, 0.5)
