@@ -426,3 +426,24 @@ def test_workspaces_are_allocated_and_the_context_is_not():
 def test_without_a_budget_a_device_is_not_filled():
     assert usable_bytes(1000, "cuda") == 950
     assert usable_bytes(1000, "cpu") == 1000
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_streamed_weights_are_in_no_bucket_and_their_average_is_on_the_host(num_micro_batches):
+    model = causal_model("llama")
+    stream_weights(model, WeightStream(torch.device("cpu"), CopiesAtOnce()), trained=True)
+    resident = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight)
+    on_device = sum(-(-one.nbytes // 512) * 512 for one in resident)
+    of_layers = [one for layer in model.model.layers for one in layer.parameters()]
+
+    def static(num_ranks, **options):
+        layout = BatchLayout.of(4 * num_ranks, 4 // num_micro_batches, num_ranks)
+        optim = OptimizerArguments(offload_optimizer="step", **options)
+        return static_memory_of(optim, model, layout, device_type="cuda")
+
+    alone, two, averaged = static(1), static(2), static(2, ema_decay=0.9)
+    assert (alone.buckets_bytes, two.buckets_bytes) == (0, on_device)
+    kept = 0 if num_micro_batches == 1 else on_device  # of earlier micro-batches, outside of the buckets
+    assert two.sums_bytes - alone.sums_bytes == max(one.nbytes for one in of_layers) + kept
+    assert averaged.state_bytes - two.state_bytes == on_device
+    assert averaged.host_bytes - two.host_bytes == sum(one.nbytes for one in of_layers)

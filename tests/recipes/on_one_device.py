@@ -28,6 +28,12 @@ RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, langu
 RUNS.append(
     ("state on the host", language_modeling, ["--offload_optimizer", "state", "--async_save", "--save_every", "3"])
 )
+BY_HOST = ["--offload_optimizer", "step"]
+STREAMED = [*BY_HOST, "--stream_weights", "host", "--activation_checkpointing", "full"]
+RUNS += [
+    ("step on the host", language_modeling, BY_HOST),
+    ("weights on the host", language_modeling, STREAMED),
+]
 STEP = 4
 FEW = ["--max_steps", "5", "--logging_steps", "100", "--eval_steps", "100", "--micro_batch_size", "4"]
 found: dict[str, dict[str, int]] = {}
