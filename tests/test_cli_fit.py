@@ -10,9 +10,10 @@ import pytest
 
 from memsave_recipes.cli import main
 from memsave_recipes.errors import InputError
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner import ladder
 from memsave_recipes.planner.ladder import IMAGES, LANGUAGE, TEXTS, find_subject
-from memsave_recipes.planner.task import read_task
+from memsave_recipes.planner.task import Launch, read_task
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -144,6 +145,18 @@ def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.
     assert run.activation_checkpointing == offloading["strategy"]
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" offloading "))
     assert row.endswith("GiB on the host")
+
+
+@pytest.mark.parametrize(("flags", "least"), [((), 4 * 4), (ladder.STEP_ON_HOST, 4), (ladder.IN_BACKWARD, 3 * 4)])
+def test_gradients_that_leave_need_no_room(flags: tuple[str, ...], least: int) -> None:
+    """In bytes of each number: weight, gradient and moments, as far as they are on the card at the same time."""
+    words = ["--model_type", "llama", "--vocab_size", "512", "--block_size", "32", "--global_batch_size", "4"]
+    words += ["--config_overrides", "hidden_size=512,intermediate_size=512,num_hidden_layers=1"]
+    task = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", [*words, *flags])
+    launch = Launch(target=find_target("a100"), num_processes=1, mixed_precision="bf16")
+    setting = ladder.Setting(task=task, launch=launch, estimates=ladder.KnownEstimates(task, launch), budget_bytes=0)
+    numbers = sum(parameter.numel() for parameter in setting.estimates.model.parameters())
+    assert setting.least_bytes == pytest.approx(least * numbers, rel=0.01)  # and counters and buffers
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,8 @@ class Setting:
         """Weights, optimizer state and, where they exist at the same time, gradients."""
         model, static = self.estimates.model, self._space.static(self.layouts[0])
         trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        gradients = 0 if self.task.optim.optimizer_in_backward else trained // (self.groups.size if self.groups else 1)
+        leave = static.leaving_bytes is not None
+        gradients = 0 if leave else trained // (self.groups.size if self.groups else 1)
         weights = sum(tensor.nbytes for tensor in resident_tensors(model)) - static.remote_bytes
         return weights + static.state_bytes + gradients
 
@@ -504,8 +505,9 @@ def _step_on_host(whole: Setting, read: Callable[[Sequence[str]], Task], loss: s
     for name, flags, changes in STEPS_ON_HOST:
         try:
             task = read(flags)
-            others = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)
-            estimates = whole.estimates if flags == STEP_ON_HOST else others
+            estimates = whole.estimates
+            if flags != STEP_ON_HOST:
+                estimates = KnownEstimates(task, whole.launch, estimates.on_estimate)
             found = replace(whole, task=task, estimates=estimates, like=whole).best(loss)
         except InputError:
             continue
