@@ -1,4 +1,4 @@
-"""Which flags fit the training of all weights of Llamas of 1B, 3B and 8B on cards of 8 to 80 GiB, predicted.
+"""Which flags fit the training of all weights of models of 1B to 14B on cards of 8 to 80 GiB, predicted.
 
     python benchmarks/full_fine_tuning.py --quick     # a small model: shows that it runs
     python benchmarks/full_fine_tuning.py             # some minutes on one core
@@ -21,11 +21,13 @@ from memsave_recipes.cli import main as memsave
 from memsave_recipes.text import GIB
 
 HEADS = "num_attention_heads=32,num_key_value_heads=8"
-MODELS = {  # sizes of the published config.json of Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B
+BLOCK = 2048
+MODELS = {  # sizes of the published config.json of Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B and Qwen2.5-14B
     "1B": f"hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,{HEADS},head_dim=64,tie_word_embeddings=true",
     "3B": "hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24,num_key_value_heads=8,"
     "tie_word_embeddings=true",
     "8B": f"hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,{HEADS}",
+    "14B": "hidden_size=5120,intermediate_size=13824,num_hidden_layers=48,num_attention_heads=40,num_key_value_heads=8",
 }
 SMALL = {"small": "hidden_size=64,intermediate_size=128,num_hidden_layers=2,num_attention_heads=2"}
 AUTOCAST, IN_16_BITS = ("--mixed_precision", "bf16"), ("--dtype", "bfloat16", "--bf16_stochastic_round")
@@ -45,14 +47,16 @@ WAYS = {
     "bfloat16, step and weights on the host": (*IN_16_BITS, *WEIGHTS),
     "bfloat16, step on the host in float32": ("--dtype", "bfloat16", *STEP),
 }
+LORA = ("--dtype", "bfloat16", "--lora")
+LORA_WAYS = {"LoRA": LORA, "LoRA, weights on the host": (*LORA, "--stream_weights", "host")}
 CARDS_GIB, HOSTS_GIB = (8, 12, 16, 24, 48, 80), (32, 64, 128, 256)
 USABLE, USABLE_OF_HOST = 0.95, 0.9
-HEADINGS = ("model", "way", "the card needs", "card", "the host needs", "host", "a step waits for copies")
+HEADINGS = ("model", "way", "the card needs", "card", "the host needs", "host", "a token", "LoRA's")
 
 
 def command_of(sizes: str, way: Sequence[str]) -> list[str]:
     """``memsave plan`` for a model and a way."""
-    model = ["--model_type", "llama", "--config_overrides", sizes, "--vocab_size", "128256", "--block_size", "2048"]
+    model = ["--model_type", "llama", "--config_overrides", sizes, "--vocab_size", "128256", "--block_size", f"{BLOCK}"]
     step = ["--global_batch_size", "1", "--activation_checkpointing", "full", "--loss", "chunked"]
     return ["plan", "language_modeling", *model, *step, *way, "--target_memory", "1000GiB"]
 
@@ -63,7 +67,7 @@ def planned(command: Sequence[str], folder: Path) -> dict[str, Any]:
     if memsave([*command, "--json", str(file)]):
         raise RuntimeError("memsave plan was refused")
     (candidate,) = json.loads(file.read_text(encoding="utf-8"))["candidates"]
-    figures = {name: candidate[name] for name in ("needed_bytes", "host_bytes", "awaited_s", "step_s")}
+    figures = {name: candidate[name] for name in ("needed_bytes", "host_bytes", "step_s")}
     return {"command": f"memsave {' '.join(command)}", **figures}
 
 
@@ -72,20 +76,34 @@ def smallest(sizes_gib: Sequence[int], num_bytes: float) -> str:
     return next((f"{gib} GiB" for gib in sizes_gib if num_bytes <= gib * GIB), "-")
 
 
-def row_of(model: str, way: str, found: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table."""
-    needed, pinned = found["needed_bytes"], found["host_bytes"]
-    card = f"{needed / GIB:.1f} GiB", smallest(CARDS_GIB, needed / USABLE)
-    host = (
-        (
-            f"{pinned / GIB:.1f} GiB",
-            smallest(HOSTS_GIB, pinned / USABLE_OF_HOST),
-            f"{found['awaited_s']:.1f} s" if found["awaited_s"] else "",
-        )
-        if pinned
-        else ("",) * 3
-    )
-    return model, way, *card, *host
+def card_of(found: dict[str, Any]) -> str:
+    """The smallest card of a way."""
+    return smallest(CARDS_GIB, found["needed_bytes"] / USABLE)
+
+
+def rows_of(model: str, ways: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows of a model."""
+    return [(model, way, *_figures(found), _lora_beside(found, ways)) for way, found in ways.items()]
+
+
+def _figures(found: dict[str, Any]) -> tuple[str, ...]:
+    """Memory of card and host, and the time of a token."""
+    needed, on_host = found["needed_bytes"], found["host_bytes"]
+    host = (f"{on_host / GIB:.1f} GiB", smallest(HOSTS_GIB, on_host / USABLE_OF_HOST)) if on_host else ("", "")
+    return f"{needed / GIB:.1f} GiB", card_of(found), *host, time_of_a_token(found)
+
+
+def _lora_beside(found: dict[str, Any], ways: dict[str, dict[str, Any]]) -> str:
+    """The time of a token of the fastest LoRA that the card of a way holds."""
+    sizes = [f"{gib} GiB" for gib in CARDS_GIB]
+    cards = sizes[: sizes.index(card_of(found)) + 1] if card_of(found) in sizes else []
+    fitting = [ways[lora] for lora in LORA_WAYS if card_of(ways[lora]) in cards]
+    return time_of_a_token(min(fitting, key=lambda one: one["step_s"])) if fitting else "-"
+
+
+def time_of_a_token(found: dict[str, Any]) -> str:
+    """Of a step of one row."""
+    return f"{1000 * found['step_s'] / BLOCK:.2f} ms"
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
@@ -94,10 +112,10 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     models = SMALL if flags.quick else MODELS
     with tempfile.TemporaryDirectory() as name:
         found = {
-            model: {way: planned(command_of(sizes, words), Path(name)) for way, words in WAYS.items()}
+            model: {way: planned(command_of(sizes, words), Path(name)) for way, words in (WAYS | LORA_WAYS).items()}
             for model, sizes in models.items()
         }
-    rows = [row_of(model, way, figures) for model, ways in found.items() for way, figures in ways.items()]
+    rows = [row for model, ways in found.items() for row in rows_of(model, ways)]
     harness.show(HEADINGS, rows)
     results = {"benchmark": "full_fine_tuning", "usable": USABLE, "usable_of_host": USABLE_OF_HOST, "models": found}
     harness.write_results(flags.output_dir, "full_fine_tuning", results, harness.markdown_table(HEADINGS, rows))
