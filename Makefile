@@ -83,6 +83,7 @@ test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest 
 ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
 OF_DEVICES := tests/test_losses.py tests/models/test_varlen.py tests/planner/test_on_a_device.py \
 	tests/activations/test_offload.py::test_on_an_accelerator tests/activations/test_tiles.py::test_on_a_gpu \
+	$(patsubst %,tests/activations/test_compiled_%.py,documents loss) \
 	tests/training/test_host_state.py \
 	$(patsubst %,tests/profiling/test_%.py,breakdown device_memory) \
 	$(patsubst %,tests/integrations/test_%.py,lightning trainer trl) \

@@ -512,6 +512,13 @@ FIGURES = {
             100 - 100 * cross_entropy(131072, "bfloat16", "memsave_recipes", "peak_ratio"),
             100 - 100 * cross_entropy(32768, "bfloat16", "memsave_recipes", "peak_ratio"),
         ),
+        "8 to 11 times the time of all logits": measured(
+            "linear_cross_entropy-torch215-cpu.json",
+            *(
+                one("linear_cross_entropy-torch215-cpu.json", precision=precision, way="torch's own")["time_ratio"]
+                for precision in ("autocast", "float32")
+            ),
+        ),
         "chunk: 32 MiB on a CPU, 512 MiB elsewhere": Stated("settings"),
         "**Peak 94 %, time x0.89** here": peak_and_time("LoRA"),
         "by arithmetic 45 GiB": Stated("arithmetic: 6 bytes of 8 billion weights"),

@@ -89,7 +89,8 @@ class CausalLMLoss(nn.Module):
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         with self._tied(self.head.linear) as tied:
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-        settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": vars(self.model)["compiles_loss"]}
+        compiles = hidden.is_cuda and vars(self.model)["compiles_loss"]  # on a CPU it may take longer
+        settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}
         return self.head.loss(hidden.flatten(0, 1), targets, **settings)
 
     def _tied(self, head: nn.Linear) -> AbstractContextManager[TiedGradient | None]:

@@ -17,11 +17,11 @@ from memsave_recipes.plans import Action, Plan, Span
 OPERATOR = torch.ops.memsave.attention_by_document
 
 
-def in_the_operator(monkeypatch, *args):
+def in_the_operator(monkeypatch, model, batch, found=gradients):
     """Gradients with the operator in place of the kernels themselves."""
     with monkeypatch.context() as patched:
         patched.setattr(packed_attention, "is_compiling", lambda: True)
-        return gradients(*args)
+        return found(model, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -116,3 +116,20 @@ def test_all_documents_share_graphs(model_type, kinds, graphs):
             if number < len(plain):
                 assert (ours - plain[number]).abs().max() <= 1e-6 * plain[number].abs().max()
     assert 0 < graphs() <= 3 * kinds
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or its stand-in")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
+def test_on_a_gpu_the_operator_computes_what_the_kernels_do_without_a_wait(model_type, dtype, monkeypatch):
+    model = by_document(causal_model(model_type, dtype=dtype)).cuda()
+    model.config.pad_token_id = None  # which GPT-2 looks for in its input
+    batch = {name: part.cuda() if isinstance(part, torch.Tensor) else part for name, part in packed().items()}
+    module, plain = CausalLMLoss(model), gradients(model, batch)
+    in_the_operator(monkeypatch, module, batch, gradients_of)  # workspaces
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = in_the_operator(monkeypatch, module, batch, gradients_of)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (ours - plain).norm() <= 4 * torch.finfo(dtype).eps * plain.norm()

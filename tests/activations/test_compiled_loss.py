@@ -8,7 +8,7 @@ from packed_rows import by_document, causal_model, gradients_of, packed
 from workloads import peak_bytes
 
 from memsave_recipes import losses
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations import apply, apply_plan, plan_blocks
 from memsave_recipes.activations.compiled import Region
 from memsave_recipes.losses import linear_cross_entropy
 from memsave_recipes.models.causal_lm import CausalLMLoss
@@ -39,18 +39,21 @@ def test_chunks_share_graphs_and_are_as_exact_in_the_same_memory(dtype, graphs, 
     assert compiled <= 1.05 * eager
 
 
-def test_the_loss_is_compiled_with_the_layers(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_on_cuda_the_loss_is_compiled_with_the_layers(device, monkeypatch):
     chunks = []
+    monkeypatch.setattr(apply, "check_compiler", lambda model: None)
     monkeypatch.setattr(Region, "run", lambda self, method, *args, **options: method(*args, **options))
     monkeypatch.setattr(losses, "_compiled", lambda: lambda *args: chunks.append(1) or losses._fused(*args))
-    module = CausalLMLoss(by_document(causal_model("llama")), "chunked")
-    plain = gradients_of(module, packed())
+    module = CausalLMLoss(by_document(causal_model("llama")), "chunked").to(device)
+    batch = {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in packed().items()}
+    plain = gradients_of(module, batch)
     assert not chunks
-    ours = gradients_of(module, packed(), "compiled")
-    assert chunks
+    ours = gradients_of(module, batch, "compiled")
+    assert bool(chunks) is (device == "cuda")
     assert (ours - plain).abs().max() <= 1e-12 * plain.abs().max()
     chunks.clear()
-    assert torch.equal(gradients_of(module, packed()), plain)
+    assert torch.equal(gradients_of(module, batch), plain)
     with apply_plan(module.model, plan_blocks(module.model, "compiled")), torch.no_grad():
-        module(**packed())
+        module(**batch)
     assert not chunks
