@@ -371,7 +371,7 @@ class Forecast:
         """Pinned memory of the host, at most."""
         return self._simulated.host_bytes
 
-    @property
+    @cached_property
     def reserve_bytes(self) -> int:
         """Memory kept free."""
         return reserve_bytes(self.chain)

@@ -250,7 +250,8 @@ def choose_for_target(
 
     with ExitStack() as processes:
         of_losses = {loss: estimated(loss) for loss in task.losses}
-        if in_processes and space.in_shards is None:  # a candidate in shards cannot be sent
+        # Candidates in shards cannot be sent; workspaces on a CPU depend on its threads, of which a fork has one.
+        if in_processes and space.in_shards is None and launch.target.device_type != "cpu":
             for loss in task.losses[1:]:
                 of_losses[loss] = processes.enter_context(ahead(of_losses[loss], all_at_once=True))
 

@@ -17,6 +17,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.losses import MULTI, REGRESSION, LabelLoss
+from memsave_recipes.planner import task as task_module
+from memsave_recipes.planner.ahead import ahead
 from memsave_recipes.planner.task import (
     Launch,
     Task,
@@ -116,10 +118,14 @@ def test_no_peak_of_a_loss_of_labels_is_predicted_low(name, strategy):
     assert point.candidate.needed_bytes == pytest.approx(point.measured.needed_bytes, rel=0.03)
 
 
-def test_further_losses_are_estimated_alike_in_a_process_of_their_own():
+def test_further_losses_are_estimated_alike_in_a_process_of_their_own(monkeypatch):
+    begun = []
+    monkeypatch.setattr(task_module, "ahead", lambda items, **named: begun.append(items) or ahead(items, **named))
     flags = [*TEXT, "--micro_batch_size", "auto", "--global_batch_size", "2", "--activation_checkpointing", "full"]
     task = read_task(RECIPES / "language_modeling.py", flags)
-    here, there = (choose_for_target(task, LAUNCH, GIB, in_processes=own).candidates for own in (False, True))
+    launch = Launch(target=find_target("a100"))
+    here, there = (choose_for_target(task, launch, GIB, in_processes=own).candidates for own in (False, True))
+    assert len(begun) == 1
     assert [(one.layout.micro_batch_size, one.loss) for one in here] == [*product((1, 2), ("full", "chunked"))]
     assert [one.parts for one in there] == [one.parts for one in here]
     assert [one.step_s for one in there] == [one.step_s for one in here]
