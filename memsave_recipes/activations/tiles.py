@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,16 @@ def _as_mlp(module: nn.Module) -> Mlp | None:
     if len(drawing) > 1:
         return None
     dropout = drawing[0] if drawing else None
+    if not _has_values(next(module.parameters())):
+        kinds = [type(part) for part in module.modules()]
+        if _believed.get(module) != kinds and _computes_tokens_alone(module, dropout):
+            _believed[module] = kinds
+        return Mlp(module, dropout) if _believed.get(module) == kinds else None
     return Mlp(module, dropout) if _computes_tokens_alone(module, dropout) else None
+
+
+_believed: WeakKeyDictionary[nn.Module, list[type]] = WeakKeyDictionary()
+"""Modules without values that ran on a few tokens, with the kinds of their parts: each plan of an estimate asks."""
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
