@@ -32,9 +32,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.utils.logging import get_logger
 
 import memsave_recipes as memsave
+from memsave_recipes.errors import InputError
 from memsave_recipes.processes import lost_worker
 from memsave_recipes.profiling.memory import is_out_of_memory, resident_bytes
 from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.launch import check_gradients, fix_buckets
 
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.M)
@@ -288,11 +290,12 @@ def test_weights_without_a_gradient_under_ddp(text: str, one_rank: None) -> None
     output_of(model).backward()
     with pytest.raises(RuntimeError, match=text):
         output_of(model)
-    frozen = Unused()
-    frozen.unused.requires_grad_(False)
-    model = DistributedDataParallel(frozen)
-    for _ in range(2):
-        output_of(model).backward()
+    model = DistributedDataParallel(Unused())
+    fix_buckets(model)
+    output_of(model).backward()
+    with pytest.raises(InputError, match=r"^2 weights have no part in the loss \(unused.weight, ...\)"):
+        check_gradients(model)
+    check_gradients(model.module)  # without DDP they just stay as they are
 
 
 @explains("mixed torch.Tensor and DTensor")

@@ -23,7 +23,7 @@ from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.evaluation import evaluation_batches
-from memsave_recipes.training.launch import describe_environment
+from memsave_recipes.training.launch import check_gradients, describe_environment
 from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
 from memsave_recipes.training.weight_average import WeightAverage
 
@@ -113,7 +113,13 @@ class TrainingRun:
         return self._report.measured(batch.step)
 
     def clip_gradients(self) -> Tensor | None:
-        """Clip the global batch's gradient; return its norm, or ``None`` where the backward has used it up."""
+        """Clip the global batch's gradient; return its norm, or ``None`` where the backward has used it up.
+
+        Raises:
+            InputError: in the first step, the loss does not depend on some weights, which DDP does not take.
+        """
+        if not self.step and self.args.offload_optimizer != "step":  # which takes all gradients away
+            check_gradients(self.prepared.model)
         return clip_gradients(self.args, self.accelerator, self.prepared.model, self.prepared.optimizer)
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:

@@ -278,6 +278,22 @@ class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # acceler
         super().end_training()
 
 
+def check_gradients(model: nn.Module) -> None:
+    """Refuse weights that the first backward gave no gradient: DDP waits for it in the next forward.
+
+    Raises:
+        InputError: names them.
+    """
+    if isinstance(model, DistributedDataParallel):
+        weights = model.module.named_parameters()
+        missing = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+        if missing:
+            raise InputError(
+                f"{len(missing)} weights have no part in the loss ({missing[0]}, ...), and DDP waits for their "
+                "gradients: pass --shard full, which does not, or --lora, which freezes them"
+            )
+
+
 def fix_buckets(model: DistributedDataParallel) -> None:
     """Make DDP sort its buckets now, and not after the first step.
 
