@@ -171,6 +171,24 @@ def test_a_model_without_values_is_believed():
     assert all(find_mlps(layer) for layer in layers_of(model))
 
 
+def test_a_module_without_values_is_tried_once_until_its_parts_change():
+    tried = []
+    with torch.device("meta"):
+        layer = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))])
+    layer[0].register_forward_hook(lambda *_: tried.append(1))
+    assert find_mlps(layer)
+    first = len(tried)
+    assert find_mlps(layer)
+    assert len(tried) == first > 0
+    layer[0][1] = nn.GLU()  # halves what the last takes
+    assert find_mlps(layer) == []
+    layer[0][1] = nn.GELU()
+    for parameter in layer.to_empty(device="cpu").parameters():
+        nn.init.normal_(parameter)
+    assert find_mlps(layer)
+    assert len(tried) == first + 3
+
+
 class Mixing(nn.Module):
     """Looks like an MLP, but a token sees the others."""
 
