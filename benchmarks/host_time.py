@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes import apply_plan, make_plan
 
-LAYERS, QUICK_LAYERS = 24, 4
-ROUNDS, QUICK_ROUNDS = 60, 2
+LAYERS, QUICK_LAYERS = 24, 6
+ROUNDS, QUICK_ROUNDS = 24, 2
 WARM_UP, QUICK_WARM_UP = 36, 1
 """Steps: the first 32 of a block look closer at what it changes (NOTE [ side effects ])."""
 PEER = "transformers' own"
@@ -94,7 +94,8 @@ def page(rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
             "",
             f"Made by `python benchmarks/host_time.py` on {environment['device']}, one thread: a forward and a "
             f"backward of {LAYERS} tiny Llama layers of {TOKENS} tokens, processor time, medians of {ROUNDS} steps in "
-            "turns. What is added includes the second run of the layer.",
+            "turns. What is added includes the second run of the layer. Other work kept "
+            f"{environment['busy_with_others']:.1f} of {environment['num_cpus']} CPUs busy, which lengthens all times.",
             "",
             harness.markdown_table(HEADINGS, cells(rows)),
         ]
@@ -107,9 +108,10 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     device = harness.this_device()
     sizes = (QUICK_LAYERS, QUICK_WARM_UP, QUICK_ROUNDS) if flags.quick else (LAYERS, WARM_UP, ROUNDS)
+    other_work = harness.OtherWork()
     rows = measure(*sizes, device)
     harness.show(HEADINGS, cells(rows))
-    environment = harness.describe_machine(device, "transformers")
+    environment = {**harness.describe_machine(device, "transformers"), **other_work.figures()}
     results = {"rows": rows, "environment": environment}
     harness.write_results(flags.output_dir, "host_time", results, page(rows, environment))
 

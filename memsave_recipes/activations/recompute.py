@@ -20,9 +20,10 @@ NOTE [ statistics once ]
 
 NOTE [ selective checkpointing ]
 Nearly all the time of a forward is in a few kinds of operators, and most of the bytes that the baseline saves are of
-the others: normalisations, activations, dropout, casts. So ``select_ops``, a thin layer over
-``create_selective_checkpoint_contexts`` (https://pytorch.org/docs/stable/checkpoint.html), keeps the outputs of the
-first and runs the others again. Gradients are bit for bit those of the baseline, but for one product: under any
+the others: normalisations, activations, dropout, casts. So ``select_ops`` keeps the outputs of
+the first and runs the others again, as torch's ``create_selective_checkpoint_contexts`` does
+(https://pytorch.org/docs/stable/checkpoint.html), here with one mode a run and schemas that are read once.
+Gradients are bit for bit those of the baseline, but for one product: under any
 dispatch mode torch computes ``(B, n, m) @ (1, m, k)``, of which the second factor needs no gradient, as one ``mm`` and
 not as a ``bmm``, which rounds otherwise on some CPUs.
 
@@ -287,7 +288,7 @@ embeddings, the casts of autocast and the unpacking of 4-bit weights too, whose 
 """
 
 
-def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
+def select_ops(function: Callable[..., Any], *inputs: Any, modules: Collection[nn.Module]) -> Any:
     """``function(*inputs)``, of which only the inputs and the outputs of ``KEPT_OPERATORS`` are saved for backward.
 
     One backward only: a second one through the same graph raises, also with ``retain_graph=True``.
@@ -305,7 +306,7 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
         RuntimeError: in the backward, if it is the second one.
     """
     function, inner = on_inner_tensors(function, inputs)
-    first_run, second_run = _selective_contexts(list(modules), tuple(inner))
+    first_run, second_run = _selective_contexts(modules, tuple(inner))
 
     def run(*inputs: Any) -> Any:
         try:
@@ -382,7 +383,7 @@ def _known_of(op: Any) -> _Operator:
 _KNOWN: dict[int, _Operator] = {}
 
 
-def _selective_contexts(modules: list[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
+def _selective_contexts(modules: Collection[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
     block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
     outputs: Outputs = defaultdict(list)
     return _FirstRun(outputs, block, inputs), _SecondRun(outputs, block, FrozenStatistics(modules))

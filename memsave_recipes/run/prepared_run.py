@@ -25,6 +25,7 @@ from memsave_recipes.sharding.units import joint_blocks
 from memsave_recipes.step.host_step import masters_of, scale_on_host
 from memsave_recipes.step.settings import PER_MICRO_BATCH, PER_STEP
 from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch import describe_float32
 from memsave_recipes.training.optimizers import (
     describe_lost_updates,
     describe_state_in_shards,
@@ -93,8 +94,10 @@ class PreparedRun:
         layout = self.batches.layout
         leaves = (layout.num_processes == 1 or is_sharded(model)) and layout.needs_all_gradients is None
         optimizer = make_optimizer(args, model, seed=args.seed, leaves_in_backward=leaves)
+        accelerator, dtypes = self.run.accelerator, {parameter.dtype for parameter in model.parameters()}
         notices = [describe_state_in_shards(args, model), describe_lost_updates(args, model)]
-        print_lines(self.run.accelerator, *filter(None, notices))
+        notices.append(describe_float32(accelerator.device, dtypes, accelerator.mixed_precision))
+        print_lines(accelerator, *filter(None, notices))
         return optimizer, make_scheduler(args, optimizer, self.batches.steps.stop)
 
     def _prepare(self, trained: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

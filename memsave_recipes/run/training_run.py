@@ -1,5 +1,6 @@
 """The last phase of a run: its steps, what is logged, evaluated and saved after each, and how it is finished."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -91,12 +92,18 @@ class TrainingRun:
             return
         first = self.accelerator.is_main_process
         self._progress = ProgressBar(self.batches, shown=first, unit="step", delay=0, leave=True)
-        for batch in () if self._stops_early() else self._report.clock.loading(self._progress):
-            self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
-            self._report.count_flops(batch, self.prepared.loss_of)
-            yield batch
-            if self._stops_early():
-                break
+        try:
+            for number, batch in enumerate(() if self._stops_early() else self._report.clock.loading(self._progress)):
+                self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
+                self._report.count_flops(batch, self.prepared.loss_of)
+                yield batch
+                if number == 0:
+                    gc.collect()
+                    gc.freeze()  # else each full collection, at any step of any rank, looks at all that was imported
+                if self._stops_early():
+                    break
+        finally:
+            gc.unfreeze()
         if self._average is not None:
             self._average.apply()
 

@@ -34,7 +34,7 @@ import sys
 import time
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -394,6 +394,20 @@ def deterministic_kernels(wanted: bool, *, later: bool = False) -> Iterator[None
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def describe_float32(device: torch.device, dtypes: Collection[torch.dtype], mixed_precision: str) -> str | None:
+    """A line where a card that has TF32 multiplies in float32 without it.
+
+    Args:
+        dtypes: of the weights.
+    """
+    has_tf32 = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+    in_float32 = torch.float32 in dtypes and mixed_precision == "no"
+    if not (has_tf32 and in_float32 and torch.get_float32_matmul_precision() == "highest"):
+        return None
+    ways_out = "launch with --mixed_precision bf16, or add --matmul_precision high"
+    return f"note: float32 without TF32 uses little of this GPU: {ways_out}"
 
 
 @contextmanager

@@ -374,6 +374,19 @@ def test_an_error_leaves_no_mode_behind():
     assert modes == [None]
 
 
+def test_the_modules_of_a_block_are_looked_through_once(make, monkeypatch):
+    case = make("llama")
+    apply_plan(case.model, plan_blocks(case.model, "selective"))
+    modules, seen, walks = nn.Module.modules, [], []
+    monkeypatch.setattr(nn.Module, "modules", lambda self: seen.append(type(self).__name__) or modules(self))
+    for _ in range(2):
+        seen.clear()
+        loss_of(case, bf16=False).backward()
+        walks.append(seen.count("LlamaDecoderLayer"))
+    assert walks[0] >= 3
+    assert walks[1] == 0
+
+
 def test_one_backward_only():
     output = select_ops(lambda x: (x @ x).sin(), torch.randn(4, 4, requires_grad=True), modules=[])
     output.sum().backward(retain_graph=True)

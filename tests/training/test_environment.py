@@ -5,7 +5,12 @@ import os
 import pytest
 import torch
 
-from memsave_recipes.training.launch import deterministic_kernels, matmul_precision, use_expandable_segments
+from memsave_recipes.training.launch import (
+    describe_float32,
+    deterministic_kernels,
+    matmul_precision,
+    use_expandable_segments,
+)
 
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
@@ -50,6 +55,27 @@ def test_the_precision_of_products_is_that_of_a_run_alone(wanted, within):
     with matmul_precision(wanted):
         assert torch.get_float32_matmul_precision() == within
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "mixed_precision", "precision", "is_told"),
+    [
+        ((8, 0), torch.float32, "no", None, True),
+        ((7, 5), torch.float32, "no", None, False),  # which has no TF32
+        ((9, 0), torch.bfloat16, "no", None, False),
+        ((9, 0), torch.float32, "bf16", None, False),
+        ((9, 0), torch.float32, "no", "high", False),
+    ],
+)
+def test_float32_without_tf32_is_told(monkeypatch, capability, dtype, mixed_precision, precision, is_told):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with matmul_precision(precision):
+        line = describe_float32(torch.device("cuda"), {dtype}, mixed_precision)
+    assert (line is not None and "--matmul_precision high" in line) == is_told
+
+
+def test_on_a_cpu_there_is_nothing_to_tell():
+    assert describe_float32(torch.device("cpu"), {torch.float32}, "no") is None
 
 
 @pytest.mark.parametrize(

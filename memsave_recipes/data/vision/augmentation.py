@@ -236,11 +236,15 @@ def _draw_box(
 def normalize(images: Tensor, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Return pixels 0 to 255, (B, 3, H, W), as ``(pixel / 255 - mean) / std`` per channel in ``dtype``."""
     pixels = images.to(_working_dtype(dtype))
-    scaled_mean, scaled_std = (
-        (255 * torch.tensor(values, dtype=pixels.dtype)).to(pixels.device)[:, None, None] for values in (mean, std)
-    )
+    scaled_mean, scaled_std = (_of_channels(values, pixels) for values in (mean, std))
     # In place, because on a CPU a third tensor of this size costs more time than the arithmetic.
     return (pixels - scaled_mean).div_(scaled_std).to(dtype)  # (B, 3, H, W)
+
+
+def _of_channels(values: Sequence[float], pixels: Tensor) -> Tensor:
+    """255 times a number a channel, (3, 1, 1), made on the device: a copy from the host would wait for it."""
+    scaled = 255 * np.asarray(values, np.float64 if pixels.dtype == torch.float64 else np.float32)
+    return torch.cat([pixels.new_full((1, 1, 1), float(number)) for number in scaled])
 
 
 def warp(images: Tensor, affine: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""Objects of the first step are spared to Python's collections of cycles while the run trains."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from memsave_recipes.run.training_run import TrainingRun
+
+
+def run_of(num_steps):
+    """As much of a run as its steps read."""
+    return SimpleNamespace(
+        args=SimpleNamespace(eval_only=False),
+        accelerator=SimpleNamespace(is_main_process=False),
+        batches=range(num_steps),
+        prepared=SimpleNamespace(scheduler=SimpleNamespace(get_last_lr=lambda: [0.1]), loss_of=None),
+        _report=SimpleNamespace(clock=SimpleNamespace(loading=iter), count_flops=lambda *_: None),
+        _stops_early=lambda: False,
+        _average=None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_objects_are_frozen_after_the_first_step_until_the_last():
+    frozen = [gc.get_freeze_count() for _ in TrainingRun.steps(run_of(3))]
+    assert frozen[0] == 0
+    assert frozen[1] == frozen[2] > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_run_that_breaks_off_frees_them():
+    steps = TrainingRun.steps(run_of(3))
+    next(steps), next(steps)
+    assert gc.get_freeze_count() > 0
+    steps.close()
+    assert gc.get_freeze_count() == 0
