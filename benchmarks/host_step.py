@@ -10,9 +10,13 @@ machine may not have: masters are stepped in pieces, and weights in bfloat16 are
 steps the same parameters by one call of the same optimizer: torch's fused AdamW, bitsandbytes' AdamW in 8 bits (where
 it is installed) and AdamW with stochastic rounding. They take turns; a ratio is that of two steps of one round.
 
+A last row compares updates beside a backward with updates after it. For want of a device the backward sleeps as long as
+the step takes, layer by layer.
+
 Prints the table and writes docs/results/host_step.json.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import accumulate, cycle, takewhile
@@ -81,6 +85,51 @@ def calls(way: str, sizes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]
     return {"its own": yardstick.step, "ours": ours.step}
 
 
+class _Layer(torch.autograd.Function):
+    """What has the gradient of a weight a while after that of the layer behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        return before.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *of_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.seconds)
+        return of_output[0], torch.full_like(ctx.weight, 1e-3), None
+
+
+def step_with_backward(sizes: list[tuple[int, ...]], backward_s: float, *, in_backward: bool) -> Callable[[], Any]:
+    """A backward and the host's step, beside it or after it."""
+    weights = [nn.Parameter(torch.full(size, 0.5)) for size in sizes]
+    masters = HostMasters(weights, torch.float32, NoCopies(), NoCopies())
+    optimizer = stepping(OptimizerArguments(), list(masters.of.values()))
+    optimizer.zero_grad()
+    step_masters(optimizer, masters, in_backward=in_backward)
+    numbers = sum(weight.numel() for weight in weights)
+
+    def step() -> None:
+        output = torch.zeros(())
+        for weight in weights:
+            output = _Layer.apply(output, weight, backward_s * weight.numel() / numbers)  # type: ignore[no-untyped-call]
+        output.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def measure_beside(sizes: list[tuple[int, ...]], backward_s: float, rounds: int) -> dict[str, Any]:
+    """The seconds of a step whose updates are made after the backward, and how many of them are left beside it."""
+    ways = {"after": False, "beside": True}
+    both = {name: step_with_backward(sizes, backward_s, in_backward=way) for name, way in ways.items()}
+    for call in both.values():
+        call()  # which makes the state
+    seconds = harness.time_in_turns(both, rounds)
+    middle, quartiles = harness.median_and_quartiles(harness.ratios(seconds["beside"], seconds["after"]))
+    after_s, _ = harness.median_and_quartiles(seconds["after"])
+    return {"way": "beside the backward", "own_s": after_s, "ratio": middle, "quartiles": quartiles}
+
+
 def measure(way: str, sizes: list[tuple[int, ...]], rounds: int) -> dict[str, Any]:
     """The row of an optimizer."""
     both = calls(way, sizes)
@@ -100,7 +149,9 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     sizes = shapes(QUICK_LAYER, 1e5) if flags.quick else shapes(LAYER, flags.num_numbers)
     has_bitsandbytes = find_spec("bitsandbytes") is not None
     ways = [way for way, (optim, _) in WAYS.items() if has_bitsandbytes or optim.optimizer != "adamw_8bit"]
-    rows = [measure(way, sizes, 4 if flags.quick else 15) for way in ways]
+    rounds = 4 if flags.quick else 15
+    rows = [measure(way, sizes, rounds) for way in ways]
+    rows.append(measure_beside(sizes, rows[0]["own_s"], rounds))
     cells = [
         (
             row["way"],

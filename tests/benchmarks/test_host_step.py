@@ -10,6 +10,13 @@ def test_both_step_the_same_numbers(load):
     assert row["ratio"] > 0
 
 
+def test_updates_beside_a_backward_are_compared_with_those_after_it(load):
+    benchmark = load("host_step")
+    row = benchmark.measure_beside(benchmark.QUICK_LAYER, 1e-3, 4)
+    assert row["own_s"] >= 1e-3
+    assert row["ratio"] > 0
+
+
 def test_layers_make_so_many_numbers(load):
     benchmark = load("host_step")
     of_layer = sum(torch.Size(shape).numel() for shape in benchmark.LAYER)
