@@ -20,12 +20,12 @@ NOTE [ statistics once ]
 
 NOTE [ selective checkpointing ]
 Nearly all the time of a forward is in a few kinds of operators, and most of the bytes that the baseline saves are of
-the others: normalisations, activations, dropout, casts. So ``select_ops`` keeps the outputs of
-the first and runs the others again, as torch's ``create_selective_checkpoint_contexts`` does
-(https://pytorch.org/docs/stable/checkpoint.html), here with one mode a run and schemas that are read once.
-Gradients are bit for bit those of the baseline, but for one product: under any
-dispatch mode torch computes ``(B, n, m) @ (1, m, k)``, of which the second factor needs no gradient, as one ``mm`` and
-not as a ``bmm``, which rounds otherwise on some CPUs.
+the others: normalisations, activations, dropout, casts. So ``select_ops`` keeps the outputs of the first and runs
+the others again, as torch's ``create_selective_checkpoint_contexts`` does
+(https://pytorch.org/docs/stable/checkpoint.html), here with one mode a run and schemas that are read once. Gradients
+are bit for bit those of the baseline, but for one product: under any dispatch mode torch computes
+``(B, n, m) @ (1, m, k)``, of which the second factor needs no gradient, as one ``mm`` and not as a ``bmm``, which
+rounds otherwise on some CPUs.
 
 NOTE [ random numbers ]
 1. The second run begins with the generator where the first one began. So every operator that draws has to draw again,
