@@ -15,7 +15,7 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-SOURCES = ("LICENSE", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*.py")))
+SOURCES = ("Dockerfile", "LICENSE", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*.py")))
 NOTEBOOK = ".ipynb"
 SHOWN = """---
 search:

@@ -32,11 +32,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.utils.logging import get_logger
 
 import memsave_recipes as memsave
+from memsave_recipes.activations.streaming import leave_to_this_rank
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import lost_worker
 from memsave_recipes.profiling.memory import is_out_of_memory, resident_bytes
 from memsave_recipes.training.batching import GlobalBatch
-from memsave_recipes.training.launch import check_gradients, fix_buckets
+from memsave_recipes.training.launch import check_gradients, fix_buckets, refuse_gradients, unused_weights
 
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^### (.+)$", PAGE, re.M)
@@ -293,9 +294,21 @@ def test_weights_without_a_gradient_under_ddp(text: str, one_rank: None) -> None
     model = DistributedDataParallel(Unused())
     fix_buckets(model)
     output_of(model).backward()
-    with pytest.raises(InputError, match=r"^2 weights have no part in the loss \(unused.weight, ...\)"):
+    with pytest.raises(InputError, match=r"^2 weights have no part in the loss of a rank \(unused.weight, ...\)"):
         check_gradients(model)
     check_gradients(model.module)  # without DDP they just stay as they are
+    bare = Unused()
+    unused = unused_weights(bare, lambda: output_of(bare))
+    assert list(unused) == ["unused.bias", "unused.weight"]
+    refuse_gradients(unused)
+    leave_to_this_rank(bare, unused)
+    model = DistributedDataParallel(bare)
+    fix_buckets(model)
+    for _ in range(2):
+        output_of(model).backward()
+    check_gradients(model)
+    with pytest.raises(InputError, match=r"^unused.weight has a part in the loss of this batch, but had none in"):
+        bare.unused.weight.sum().backward()
 
 
 @explains("mixed torch.Tensor and DTensor")

@@ -115,7 +115,7 @@ def test_the_search_needs_no_server(site, browse):
 def test_lost_pages_and_broken_links_fail(tmp_path):
     shutil.copy(ROOT / "mkdocs_hooks.py", tmp_path)
     shutil.copy(ROOT / "mkdocs.yml", tmp_path / "whole.yml")
-    pages = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "docs/found.md"]
+    pages = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Dockerfile", "docs/found.md"]
     (tmp_path / "mkdocs.yml").write_text(f"INHERIT: whole.yml\nnav: {pages}\n")
     (tmp_path / "docs").mkdir()
     for page in pages:

@@ -21,7 +21,7 @@ NOTE [ streamed weights ]
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,15 +262,16 @@ def host_bytes(model: nn.Module) -> int:
     return sum(1 << (parameter.nbytes - 1).bit_length() for parameter in streamed_parameters(model))
 
 
-def leave_to_this_rank(trained: nn.Module) -> None:
+def leave_to_this_rank(trained: nn.Module, others: Iterable[str] = ()) -> None:
     """Let DDP pass over the weights on the host, which it neither reduces nor could send from there.
 
     Args:
         trained: the module that DDP will wrap.
+        others: the names of other weights that it is to pass over.
     """
     streamed = {id(parameter) for parameter in streamed_parameters(trained)}
     names = [name for name, parameter in trained.named_parameters() if id(parameter) in streamed]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trained, names)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trained, [*names, *others])
 
 
 def check_not_offloaded(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """The second phase of a run: Accelerate has prepared the model, and its plan is applied and proven."""
 
+from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,10 +23,11 @@ from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.sharding import ShardGroups, is_sharded, shard
 from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
+from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.step.host_step import masters_of, scale_on_host
 from memsave_recipes.step.settings import PER_MICRO_BATCH, PER_STEP
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.launch import describe_float32
+from memsave_recipes.training.launch import describe_float32, refuse_gradients, unused_weights
 from memsave_recipes.training.optimizers import (
     describe_lost_updates,
     describe_state_in_shards,
@@ -56,7 +58,7 @@ class PreparedRun:
         in_shards = None if groups is None else self._shard(task, trained, groups)
         host_budget_bytes = host_budget_of(accelerator, task, model, batches.layout)
         optimizer, self.scheduler = self._make_optimizer()
-        self.model, self.optimizer = self._prepare(trained, optimizer)
+        self.model, self.optimizer = self._prepare(trained, optimizer, partial(task.loss_of, trained))
         if masters_of(optimizer) is not None:
             scale_on_host(accelerator.scaler)
         loss_of = self.loss_of = partial(task.loss_of, self.model)
@@ -100,17 +102,28 @@ class PreparedRun:
         print_lines(accelerator, *filter(None, notices))
         return optimizer, make_scheduler(args, optimizer, self.batches.steps.stop)
 
-    def _prepare(self, trained: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def _prepare(
+        self, trained: nn.Module, optimizer: Optimizer, loss_of: Callable[[Batch], Tensor]
+    ) -> tuple[nn.Module, Optimizer]:
         accelerator = self.run.accelerator
         if self.run.groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
             model = accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)
             return model, accelerator.prepare_optimizer(optimizer)
         is_streamed = stream_of(self.unwrapped) is not None
-        if is_streamed:
-            leave_to_this_rank(trained)
+        unused = self._unused_weights(trained, loss_of) if accelerator.num_processes > 1 else {}
+        refuse_gradients(unused)
+        leave_to_this_rank(trained, unused)
         reduces = any(tensor.requires_grad for tensor in resident_tensors(self.unwrapped))  # else DDP refuses
         model = accelerator.prepare_model(trained, device_placement=not is_streamed, evaluation_mode=not reduces)
         return model, accelerator.prepare_optimizer(optimizer)
+
+    def _unused_weights(self, trained: nn.Module, loss_of: Callable[[Batch], Tensor]) -> dict[str, nn.Parameter]:
+        accelerator = self.run.accelerator
+        if stream_of(self.unwrapped) is None:
+            trained.to(accelerator.device)
+        make_batch = self.batches.largest_forward(self.batches.layout)
+        with preserve_state(trained, accelerator.device), accelerator.autocast():
+            return unused_weights(trained, lambda: loss_of(make_batch()))
 
     def _settle_shards(self) -> None:
         """Reduce gradients as planned (``--reduce_gradients``), in the units that the weights are cut in."""

@@ -34,11 +34,11 @@ import sys
 import time
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,12 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
+    gather_object,
     get_cpu_distributed_information,
     parse_flag_from_env,
 )
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils.logging import disable_progress_bar
 
@@ -278,6 +280,46 @@ class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # acceler
         super().end_training()
 
 
+def unused_weights(trained: nn.Module, forward: Callable[[], Tensor]) -> dict[str, nn.Parameter]:
+    """The weights that train and have no part in the loss of ``forward`` on any rank, by name.
+
+    A model that is built for several tasks has such weights. DDP would wait for their gradients, where a single rank
+    never updates them. What the forward saves for backward is not kept.
+    """
+    with saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda nothing: nothing):
+        used = _leaves(forward())
+    trains = {name: weight for name, weight in trained.named_parameters() if weight.requires_grad}
+    of_ranks: list[set[str]] = gather_object([{name for name, weight in trains.items() if weight not in used}])
+    return {name: trains[name] for name in sorted(set.intersection(*of_ranks))}
+
+
+def _leaves(loss: Tensor) -> set[Tensor]:
+    """The weights that the graph of ``loss`` ends in."""
+    found: set[Tensor] = set()
+    seen: set[Node | None] = {None}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and node is not None:
+            seen.add(node)
+            found |= {node.variable} if hasattr(node, "variable") else set()  # of AccumulateGrad
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+def refuse_gradients(weights: Mapping[str, nn.Parameter]) -> None:
+    """End the run where one of ``weights``, by name, gets a gradient, which DDP does not reduce."""
+
+    def refuse(name: str, _: Tensor) -> None:
+        raise InputError(
+            f"{name} has a part in the loss of this batch, but had none in that of the first, so the ranks do not "
+            "reduce its gradient: pass --shard full, which does"
+        )
+
+    for name, weight in weights.items():
+        weight.register_post_accumulate_grad_hook(partial(refuse, name))
+
+
 def check_gradients(model: nn.Module) -> None:
     """Refuse weights that the first backward gave no gradient: DDP waits for it in the next forward.
 
@@ -285,12 +327,12 @@ def check_gradients(model: nn.Module) -> None:
         InputError: names them.
     """
     if isinstance(model, DistributedDataParallel):
-        weights = model.module.named_parameters()
-        missing = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+        weights = [(name, one) for name, one in model.module.named_parameters() if one.requires_grad]
+        missing = [name for name, one in weights if one.grad is None and name not in model.parameters_to_ignore]
         if missing:
             raise InputError(
-                f"{len(missing)} weights have no part in the loss ({missing[0]}, ...), and DDP waits for their "
-                "gradients: pass --shard full, which does not, or --lora, which freezes them"
+                f"{len(missing)} weights have no part in the loss of a rank ({missing[0]}, ...), and DDP waits for "
+                "their gradients: pass --shard full, which does not, or --lora, which freezes them"
             )
 
 

@@ -55,6 +55,15 @@ def test_mixed_images_train_the_same(train: Train) -> None:
     assert_same_curve(folder, train(1, *flags))
 
 
+def test_weights_that_the_loss_never_uses_are_left_alone(train: Train) -> None:
+    """DDP would wait for the gradient of DINOv2's mask token."""
+    sizes = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,image_size=8,patch_size=4"
+    flags = [*FLAGS, "--model_type", "dinov2", "--config_overrides", sizes, "--max_steps", "2"]
+    flags += ["--bitwise_topology", "--micro_batch_size", "6"]
+    one, two = (train(ranks, *flags) / "final" / "model.safetensors" for ranks in (1, 2))
+    assert one.read_bytes() == two.read_bytes()
+
+
 def assert_same_weights(folder: Path, expected_folder: Path) -> None:
     """Each tensor relative to its largest element, in the worst of them.
 
