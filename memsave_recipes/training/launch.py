@@ -64,6 +64,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils.logging import disable_progress_bar
 
+from memsave_recipes.activations.micro_batches import WrapperTensor
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
 from memsave_recipes.text import SAID
@@ -284,10 +285,14 @@ def unused_weights(trained: nn.Module, forward: Callable[[], Tensor]) -> dict[st
     """The weights that train and have no part in the loss of ``forward`` on any rank, by name.
 
     A model that is built for several tasks has such weights. DDP would wait for their gradients, where a single rank
-    never updates them. What the forward saves for backward is not kept.
+    never updates them. What the forward saves for backward is not kept. Micro-batches in lockstep, each of which has
+    views of the weights, are not looked at.
     """
     with saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda nothing: nothing):
-        used = _leaves(forward())
+        loss = forward()
+    if isinstance(loss, WrapperTensor):
+        return {}
+    used = _leaves(loss)
     trains = {name: weight for name, weight in trained.named_parameters() if weight.requires_grad}
     of_ranks: list[set[str]] = gather_object([{name for name, weight in trains.items() if weight not in used}])
     return {name: trains[name] for name in sorted(set.intersection(*of_ranks))}

@@ -115,7 +115,9 @@ def install(library: ctypes.CDLL) -> None:
         setattr(torch._C, name, function)
     torch.version.cuda = "13.0"
     torch.backends.cuda.is_built = lambda: True
-    cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice
+    # Two functions, as dynamo has a handler for each.
+    cuda._exchange_device = lambda index: torch._C._cuda_exchangeDevice(index)
+    cuda._maybe_exchange_device = lambda index: torch._C._cuda_maybeExchangeDevice(index)
     cuda._initialized, cuda._lazy_init = True, lambda: None
     cuda.memory._lazy_init = cuda.random._lazy_init = cuda._lazy_init
     cuda._lazy_call = cuda.random._lazy_call = lambda call, **_: call()
