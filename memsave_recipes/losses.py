@@ -176,7 +176,7 @@ def linear_cross_entropy(
         softcap=softcap,
         logit_scale=logit_scale,
         matmul_dtype=torch.get_autocast_dtype(hidden.device.type) if autocasts else None,
-        compiles=compiles,
+        compiles=compiles and torch.__version__ >= "2.13",  # inductor of 2.11 fails on ``_fused``
     )
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
     waiting = tied if tied is not None and tied.is_behind(hidden) else None

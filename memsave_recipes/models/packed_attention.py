@@ -238,7 +238,7 @@ def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float)
 def _as_sdpa_casts(states: Tensor) -> Tensor:
     """Cast as SDPA does under autocast; its kernel alone does not."""
     kind = states.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
     return states.to(torch.get_autocast_dtype(kind)) if is_cast and states.dtype != torch.float64 else states
 
 

@@ -28,6 +28,7 @@ def loss_and_gradients(dtype, *, compiles=False):
     return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="inductor of torch 2.11 fails on it, so it is not compiled")
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_chunks_share_graphs_and_are_as_exact_in_the_same_memory(dtype, graphs, assert_three_way):
