@@ -72,7 +72,8 @@ test-zoo: install  ## every architecture of transformers, timm and diffusers und
 OF_VERSIONS := tests/activations tests/exact/test_global_batchnorm.py tests/estimation \
 	tests/integrations/test_trainer.py tests/models tests/profiling tests/test_losses.py tests/test_private_names.py \
 	tests/training/test_host_state.py tests/training/test_optimizers.py tests/recipes/test_verify.py
-TRAININGS := tests/integrations tests/planner/test_ahead.py tests/test_cli_fit.py tests/run/test_wandb_online.py \
+TRAININGS := tests/integrations tests/planner/test_ahead.py tests/test_cli_fit.py tests/test_errors_page.py \
+	tests/run/test_wandb_online.py \
 	$(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
 
 test-oldest: BIN := $(OLDEST)/bin

@@ -196,11 +196,7 @@ def static_memory_of(
     accumulates = layout.forwards_per_step > 1
     optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
     on_host = [one for one in streamed_parameters(model) if one.requires_grad]
-    averaged, averaged_on_host = 0, 0
-    if optim.ema_decay is not None:
-        statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
-        averaged = _allocated_bytes([*_without(on_host, trained), *statistics], on_cpu)
-        averaged_on_host = sum(one.nbytes for one in on_host)
+    averaged, averaged_on_host = _averaged_bytes(optim, model, trained, on_host, on_cpu=on_cpu)
     static = StaticMemory(
         state_bytes=optimizer.state_bytes + averaged,
         optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
@@ -212,13 +208,38 @@ def static_memory_of(
         updates_in_backward=optim.optimizer_in_backward,
         copies_bytes=copies_bytes(optim, model, num_ranks=num_shards) if optim.async_save and not on_cpu else 0,
     )
-    if num_shards is not None:
-        weights = list(model.parameters())
-        kept = _allocated_bytes(largest_shards(weights, num_shards), on_cpu)
-        sums = gradients if accumulates else 0
-        if gradients_leave(optim, device_type):
-            sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
-        return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
+    if num_shards is None:
+        return _with_gradients(static, optim, layout, trained, on_host, device_type)
+    weights = list(model.parameters())
+    kept = _allocated_bytes(largest_shards(weights, num_shards), on_cpu)
+    sums = gradients if accumulates else 0
+    if gradients_leave(optim, device_type):
+        sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
+    return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
+
+
+def _averaged_bytes(
+    optim: OptimizerSettings, model: nn.Module, trained: Sequence[Tensor], on_host: Sequence[Tensor], *, on_cpu: bool
+) -> tuple[int, int]:
+    """The average of the weights, on the device and on the host."""
+    if optim.ema_decay is None:
+        return 0, 0
+    statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
+    on_device = _allocated_bytes([*_without(on_host, trained), *statistics], on_cpu)
+    return on_device, sum(one.nbytes for one in on_host)
+
+
+def _with_gradients(
+    static: StaticMemory,
+    optim: OptimizerSettings,
+    layout: BatchLayout,
+    trained: Sequence[Tensor],
+    on_host: Sequence[Tensor],
+    device_type: str,
+) -> StaticMemory:
+    """Add gradients of whole weights, of which those ``on_host`` wait there."""
+    on_cpu, accumulates = device_type == "cpu", layout.forwards_per_step > 1
+    gradients = _allocated_bytes(trained, on_cpu)
     reduced = _allocated_bytes(_without(on_host, trained), on_cpu)
     buckets = reduced if layout.num_processes > 1 else 0
     leaves_rank = on_host or layout.num_processes == 1

@@ -127,7 +127,7 @@ def save_workspace(project: str, home: Path, **environment: str) -> subprocess.C
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
