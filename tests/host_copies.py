@@ -114,3 +114,10 @@ class _EndOfCopies:
                 for target, source in pairs:
                     target.copy_(source)
                 pairs.clear()
+
+
+class LateForTheHost(CopiesInOrder):
+    """Copies that the host sees only when it has waited by itself, and not when the device has."""
+
+    def wait(self, event):
+        pass

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from host_copies import CopiesInOrder
+from host_copies import CopiesInOrder, LateForTheHost
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves_with_path
@@ -26,13 +26,6 @@ OPTIMIZERS = {
     "sgd": OptimizerArguments(learning_rate=1e-2, optimizer="sgd"),
     "in backward": OptimizerArguments(learning_rate=1e-2, optimizer_in_backward=True),
 }
-
-
-class LateForTheHost(CopiesInOrder):
-    """Which sees a copy only when it has waited by itself."""
-
-    def wait(self, event):
-        pass
 
 
 class Counted(CopiesInOrder):
