@@ -23,7 +23,7 @@ import random
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
 from types import FunctionType, GeneratorType, MethodType, ModuleType
@@ -229,12 +229,14 @@ class SideEffects:
             return outputs
 
         def later(*inputs: Any) -> Any:
-            with _as_before(changes):
+            with _as_before(changes) if changes else nullcontext():
                 return function(*inputs)
 
         return first, later
 
     def _watching_buffers(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        if not self.with_buffers:
+            return function(*inputs)
         before = self._buffers()
         outputs = function(*inputs)
         now = self._buffers()

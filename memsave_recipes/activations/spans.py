@@ -53,7 +53,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from memsave_recipes.activations.blocks import Block, SequentialStack
 from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import BlockRuns, Modules, recompute, select_ops
-from memsave_recipes.activations.side_effects import CONTAINERS, SideEffects, copied
+from memsave_recipes.activations.side_effects import CONTAINERS, PLAIN, SideEffects, copied
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
 
@@ -76,7 +76,8 @@ class LayerCall:
     ran: bool = False
 
     def __post_init__(self) -> None:
-        self.before = copied(self.args), copied(self.kwargs)
+        self.is_plain = all(map(_is_plain, chain(self.args, self.kwargs.values())))
+        self.before = None if self.is_plain else (copied(self.args), copied(self.kwargs))
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -86,13 +87,20 @@ class LayerCall:
     def __call__(self, *state: Any) -> Any:
         """The output of the layer for a state: one tensor, or several, which a dense layer takes as a list."""
         flowing = (list(state),) if self.takes_list else state
-        given, of_kwargs = copied(self.before) if self.ran else (self.args, self.kwargs)
-        self.ran = True
-        args = map(_own_copy, given)
-        kwargs = {name: _own_copy(value) for name, value in of_kwargs.items()}
+        args, kwargs = (self.args, self.kwargs) if self.is_plain else self._own_arguments()
         if self.keyword is None:
             return self.method(*flowing, *args, **kwargs)
         return self.method(*args, **{self.keyword: flowing[0]}, **kwargs)
+
+    def _own_arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        args, kwargs = copied(self.before) if self.ran else (self.args, self.kwargs)
+        self.ran = True
+        return [_own_copy(value) for value in args], {name: _own_copy(value) for name, value in kwargs.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no run can change an argument but by writing on a tensor."""
+    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, (Tensor, *PLAIN))
 
 
 def split_call(
@@ -134,7 +142,7 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
     """An argument of a layer, by NOTE [ caches ]."""
     if name == "use_cache":
         return False
-    if isinstance(value, Tensor) and name not in CACHE_NAMES:
+    if value is None or (isinstance(value, Tensor) and name not in CACHE_NAMES):
         return value
     if any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
         raise InputError(
@@ -304,14 +312,16 @@ plan: ``micro_batch_size`` and ``runner`` for those in micro-batches. ``COMPILE`
 gave its MLPs other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 
-def need_gradients(values: Any, modules: Iterable[nn.Module]) -> bool:
+def need_gradients(values: Iterable[Any], modules: Iterable[nn.Module]) -> bool:
     """Whether a backward of ``modules``, run on ``values``, has anything to do: nothing has that is frozen so far."""
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        return True  # without a look into containers, which takes longer
     tensors = (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
     parameters = (parameter for module in modules for parameter in module.parameters())
     return any(tensor.requires_grad for tensor in chain(tensors, parameters))
 
 
-def runner_of(action: Action, values: Any, modules: Iterable[nn.Module]) -> Callable[..., Any]:
+def runner_of(action: Action, values: Iterable[Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
     """Return ``RUN[action]``, for frozen ``modules`` ``keep``: a checkpoint would hold the state of the generator."""
     checkpoints = action.kind.starts_again and not action.kind.micro_batches_of
     return keep if checkpoints and not need_gradients(values, modules) else RUN[action]
@@ -440,7 +450,7 @@ class SpannedLayer:
                 f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
             )
         recorded = self.runs.recorded(call, self.name, action=self.action, modules=self.modules)
-        runner = runner_of(self.action, (state, call.given), self.modules)
+        runner = runner_of(self.action, (*state, call.given), self.modules)
         run = partial(runner, recorded, modules=self.modules, **self.options)
         if self.watch is None:
             return run(*state)
@@ -475,7 +485,7 @@ class LayerInSpan:
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
         run = recorded = self.runs.recorded(call, self.name, action=self.action, modules=self.modules)
-        if need_gradients((state, call.given), self.modules):
+        if need_gradients((*state, call.given), self.modules):
             if self.action is Action.RECOMPUTE_NESTED:
                 recorded = partial(recompute, recorded, modules=self.modules)
             run = partial(self.span.run, self.position, recorded)
