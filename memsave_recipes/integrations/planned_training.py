@@ -364,6 +364,7 @@ class PlannedTraining:
             batch=self._resident(micro_batch),
             device=self.device,
             stacks=[names] if names else block_names(find_stacks(self.model)),
+            gradients_stay=self._static().gradients_stay,
         )
 
     def _resident(self, micro_batch: MicroBatch) -> list[Tensor]:

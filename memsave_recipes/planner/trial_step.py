@@ -32,7 +32,12 @@ from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import clear_gradients, hooked, preserve_state, without_layerdrop
+from memsave_recipes.profiling.preserve_state import (
+    clear_gradients,
+    freeing_gradients,
+    preserve_state,
+    without_layerdrop,
+)
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.text import ProgressBar
 
@@ -181,7 +186,7 @@ def step_bytes(
         apply_plan(model, forecast.plan),
         preserve_state(model, device),
         without_layerdrop(model),
-        _gradients_as_in_a_step(static, model),
+        freeing_gradients([] if static.gradients_stay else model.parameters()),  # as training does
     ):
         ballast_bytes = 0 if device.type == "cpu" else static.state_bytes
         ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
@@ -203,13 +208,3 @@ def step_bytes(
         lowest_bytes = min(rise_bytes() for _ in range(READINGS if in_shards and device.type == "cpu" else 1))
         del ballast
     return lowest_bytes + forecast.chain.resident_bytes
-
-
-def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> AbstractContextManager[None]:
-    """Free each gradient as it is made where training does (for DDP's buckets, or an optimizer in the backward)."""
-
-    def free(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    freed = [] if static.gradients_stay else [p for p in model.parameters() if p.requires_grad]
-    return hooked(parameter.register_post_accumulate_grad_hook(free) for parameter in freed)

@@ -58,6 +58,7 @@ class Workload:
         stacks: the names of its blocks, stack by stack.
         host_bytes: that the model's weights take on the host.
         extra_modules: the names of modules outside of all blocks that are parts of the chain.
+        gradients_stay: as of ``StaticMemory``: else there is no memory for all of them.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Workload:
     stacks: Sequence[Sequence[str]]
     host_bytes: int = 0
     extra_modules: Sequence[str] = ()
+    gradients_stay: bool = True
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -326,9 +328,15 @@ class _Run:
 
     @contextmanager
     def _tracer(self, *, counting: bool) -> Iterator[StepTracer]:
-        model, extra, on_cpu = self.workload.model, self.workload.extra_modules, self.instruments.on_cpu
-        tracer = StepTracer(model, self.workload.batch, on_cpu=on_cpu, counting=counting, extra_modules=extra)
-        with apply_plan(model, self.plan, watch=tracer.watch):
+        tracer = StepTracer(
+            self.workload.model,
+            self.workload.batch,
+            on_cpu=self.instruments.on_cpu,
+            counting=counting,
+            frees_gradients=not self.workload.gradients_stay,
+            extra_modules=self.workload.extra_modules,
+        )
+        with apply_plan(self.workload.model, self.plan, watch=tracer.watch):
             yield tracer
 
     def _step(self, tracer: StepTracer, meter: Meter) -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import inf
 from typing import Any
@@ -178,6 +178,15 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         for handle in handles:
             hooks.enter_context(handle)
         yield
+
+
+def freeing_gradients(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+    """Inside, free each gradient of ``parameters`` as soon as it is made."""
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    return hooked(one.register_post_accumulate_grad_hook(free) for one in parameters if one.requires_grad)
 
 
 def clear_gradients(model: nn.Module) -> None:

@@ -35,7 +35,7 @@ from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
-from memsave_recipes.profiling.preserve_state import hooked
+from memsave_recipes.profiling.preserve_state import freeing_gradients, hooked
 
 
 @dataclass(frozen=True)
@@ -216,21 +216,32 @@ class StepTracer:
         model: with a plan applied whose watch is ``self.watch``.
         batch: the input of the forward; with the parameters and buffers it is resident.
         counting: storages too; else only the boundaries, which costs the step next to nothing.
+        frees_gradients: free each gradient as it is made, which counts as if it stayed; those of tied weights do.
         extra_modules: the names of modules outside of all blocks that are parts of their own.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Iterable[Tensor], *, on_cpu: bool, counting: bool, extra_modules: Sequence[str]
+        self,
+        model: nn.Module,
+        batch: Iterable[Tensor],
+        *,
+        on_cpu: bool,
+        counting: bool,
+        frees_gradients: bool,
+        extra_modules: Sequence[str],
     ) -> None:
         self.model = model
         self.on_cpu = on_cpu
         self.counting = counting
+        self.frees_gradients = frees_gradients
         self.extra_modules = extra_modules
         self.parts: list[Part] = []
         self.ends = Ends(0, 0)
         self._references: list[StorageWeakRef] = []
         self._resident: Storages = {}
         self._resident = self._storages([*model.parameters(), *model.buffers(), *batch])
+        uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = {parameter for parameter, count in uses.items() if count > 1}
         self._num_boundaries = 0
         self._marks: list[_Mark | None] = []  # None where a boundary is
         self._flowing: list[weakref.ref[Tensor]] = []  # the input of the current part
@@ -251,7 +262,8 @@ class StepTracer:
         self.parts[-1].outputs = self._storages(tensors_in([loss]))
         forward_end = self._boundary()
         self._begin_backward(self.parts[-1])
-        with self._counting_gradients() if self.counting else nullcontext():
+        freed = set(self.model.parameters()) - self._tied if self.frees_gradients else ()
+        with self._counting_gradients() if self.counting else nullcontext(), freeing_gradients(freed):
             loss.backward()
         self.ends = Ends(forward_end, self._boundary())
 
@@ -327,16 +339,17 @@ class StepTracer:
     def _counting_gradients(self) -> AbstractContextManager[None]:
         def count(parameter: Tensor) -> None:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
-            part = latest if parameter in tied else self._in_backward
+            part = latest if parameter in self._tied else self._in_backward
             if part is not None and parameter.grad is not None:
                 num_bytes = allocated_bytes([parameter.grad.untyped_storage().nbytes()], on_cpu=self.on_cpu)
                 part.gradient_bytes += num_bytes
-                part.tied_gradient_bytes += num_bytes if parameter in tied else 0
-                if parameter not in tied:
-                    self._mark(_Mark(part, num_bytes, num_bytes if parameter.grad.device != self._device else 0))
+                part.tied_gradient_bytes += num_bytes if parameter in self._tied else 0
+                if parameter not in self._tied:
+                    left_bytes = num_bytes if self.frees_gradients or parameter.grad.device != self._device else 0
+                    if self.frees_gradients:
+                        parameter.grad = None  # before the mark, where the next peak begins
+                    self._mark(_Mark(part, num_bytes, left_bytes))
 
-        uses = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
-        tied = {parameter for parameter, count in uses.items() if count > 1}
         latest = next((part for part in reversed(self.parts) if part.module), self.parts[-1])
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return hooked(parameter.register_post_accumulate_grad_hook(count) for parameter in trained)

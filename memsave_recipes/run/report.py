@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.profiling.preserve_state import preserve_state
+from memsave_recipes.profiling.preserve_state import freeing_gradients, preserve_state
 from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilization_pct
 from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
 from memsave_recipes.run.out_of_memory import RunSettings
@@ -268,7 +268,8 @@ class RunReport:
         """Run both; DDP does not reduce, by its forward, and shards leave no gradient unreduced, by their backward."""
         with self.accelerator.no_sync(self.model):
             loss = loss_of(self.batches.outside_of_steps(micro_batch))
-        loss.backward()
+        with freeing_gradients(self.model.parameters()):  # all of them may take more memory than a step has
+            loss.backward()
 
     def _samples_in_first_micro_batch(self, step: int) -> int:
         """Return the samples of this rank; at least one, as a padding sample fills an empty micro-batch."""

@@ -59,7 +59,7 @@ class StepOnDevice:
         stacks = block_names(find_stacks(self.model))
         gc.collect()  # else the batch of the size before may be freed while bytes are read
         measured = measured_together(
-            partial(self._workload, layout, stacks),
+            partial(self._workload, layout, stacks, gradients_stay=space.static(layout).gradients_stay),
             partial(
                 plans_to_measure,
                 space.strategy,
@@ -82,7 +82,7 @@ class StepOnDevice:
             self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
         )
 
-    def _workload(self, layout: BatchLayout, stacks: Sequence[Sequence[str]]) -> Workload:
+    def _workload(self, layout: BatchLayout, stacks: Sequence[Sequence[str]], *, gradients_stay: bool) -> Workload:
         make_batch = self.batches.largest_forward(layout)
         return Workload(
             model=self.model,
@@ -91,6 +91,7 @@ class StepOnDevice:
             device=self.accelerator.device,
             stacks=stacks,
             host_bytes=host_bytes(self.model),
+            gradients_stay=gradients_stay,
         )
 
     def _forward(self, make_batch: Callable[[], Batch]) -> Callable[[], Tensor]:

@@ -101,6 +101,32 @@ def test_gradients_that_are_added_to_those_of_an_earlier_micro_batch(make_case, 
     assert added <= at_once
 
 
+@pytest.mark.parametrize("name", ["vgg_small", "gpt2"])
+def test_gradients_that_are_freed_count_as_if_they_stayed(make_case, monkeypatch, name):
+    case = make_case(name)
+    workload = workload_of(without_cache(case.model), case.loss_of, case.batch)
+    live = []
+    read_memory = DeviceInstruments.read_memory
+
+    def noted(self, step):
+        readings = list(read_memory(self, step))
+        live.append(readings[-1].live_bytes)
+        return readings
+
+    monkeypatch.setattr(DeviceInstruments, "read_memory", noted)
+    costs = []
+    for gradients_stay in (True, False):
+        measured = measure(
+            replace(workload, gradients_stay=gradients_stay),
+            [plan_for("none", workload.stacks)],
+            instruments=DeviceInstruments(CPU, repetitions=1),
+        )
+        untimed = [replace(option, added_s=0, noise_s=0) for b in measured.chain().blocks for option in b.options]
+        costs.append((untimed, [block.gradient_bytes for block in measured.chain().blocks]))
+    assert costs[0] == costs[1]
+    assert live[1] < live[0]
+
+
 def test_of_new_gradients_one_at_a_time_is_beside_those_of_an_earlier_micro_batch():
     class Own(nn.Module):
         def __init__(self):
