@@ -234,8 +234,10 @@ def evaluate_model(
     With ``exact`` the losses are added up without rounding, so that the ranks do not matter.
     """
     model.eval()
-    parts = [torch.stack([model(**batch).double(), count_valid(batch).double()]) for batch in batches]
+    sums = [(model(**batch), count_valid(batch)) for batch in batches]
     model.train()
+    losses, counts = (torch.stack(column).cpu().double() for column in zip(*sums, strict=True))
+    parts = [*torch.stack([losses, counts], dim=1)]
     loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=exact).tolist()
     loss = loss_sum / num_tokens
     bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes

@@ -156,7 +156,7 @@ def difference_in_values(key: Key, one: Tensor, other: Tensor) -> Difference | N
     finite = one.isfinite() & other.isfinite()
     if not finite.any():
         return difference(words=words)
-    one, other = one[finite], other[finite]
+    one, other = one[finite].cpu(), other[finite].cpu()  # Apple's GPUs have no float64
     ulp = int(distance_in_ulp(one, other).max()) if one.is_floating_point() else None
     wide = torch.float64 if one.is_floating_point() or one.dtype is torch.bool else torch.int64
     return difference(words=words, ulp=ulp, absolute=float((one.to(wide) - other.to(wide)).abs().max()))

@@ -17,6 +17,7 @@ from memsave_recipes.losses import IGNORED_LABEL, MULTI, REGRESSION, SINGLE, Lab
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.text import ProgressBar, join_names
 from memsave_recipes.training.batching import exact_sum, make_loader
+from memsave_recipes.training.optimizers import place_of_figures
 from memsave_recipes.training.parsing import read_mapping
 
 if TYPE_CHECKING:
@@ -165,15 +166,16 @@ def gather_counted(accelerator: Accelerator, predictions: Tensor, labels: Tensor
 
 
 def sum_over_ranks(accelerator: Accelerator, parts: list[Tensor], *, exact: bool) -> Tensor:
-    """The sum of ``parts``, tensors of one shape and dtype of which all ranks have equally many.
+    """The sum of ``parts``, tensors of one shape, dtype and device of which all ranks have equally many.
 
     Args:
         exact: in float64 and rounded once, so that the number of ranks does not matter; else in the dtype of the parts.
     """
+    device = place_of_figures(accelerator)
     if not exact:
-        total: Tensor = accelerator.reduce(sum(parts, torch.zeros_like(parts[0])), "sum")
+        total: Tensor = accelerator.reduce(sum(parts, torch.zeros_like(parts[0])).to(device), "sum")
         return total
-    of_ranks = accelerator.gather(torch.stack(parts).double())
+    of_ranks = accelerator.gather(torch.stack(parts).to(device))
     columns = of_ranks.view(len(of_ranks), -1).T.tolist()
     return torch.tensor([exact_sum(column) for column in columns], dtype=torch.float64).view(parts[0].shape)
 

@@ -438,10 +438,14 @@ def describe_not_finite(order: SampleOrder, step: int, loss: float, grad_norm: f
     return f"step {step + 1} is not finite (loss {loss:g}{norm}), its samples are {named}{more}"
 
 
+def place_of_figures(accelerator: Accelerator) -> torch.device:
+    """Where the ranks exchange numbers in float64; without a group, which a lone rank may have too, on the host."""
+    return torch.device("cpu") if accelerator.distributed_type == DistributedType.NO else accelerator.device
+
+
 def gather_figures(accelerator: Accelerator, figures: Mapping[Any, float]) -> dict[Any, list[float]]:
     """Every figure of every rank, in one collective; all ranks must have the same. Whole numbers are exact to 2^53."""
     if not figures:
         return {}  # Accelerate cannot gather a tensor without elements on GPUs
-    device = "cpu" if accelerator.distributed_type == DistributedType.NO else accelerator.device  # also a lone rank's
-    values = torch.tensor([list(figures.values())], dtype=torch.float64, device=device)
+    values = torch.tensor([list(figures.values())], dtype=torch.float64, device=place_of_figures(accelerator))
     return dict(zip(figures, accelerator.gather(values).T.tolist(), strict=True))

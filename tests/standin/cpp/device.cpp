@@ -202,6 +202,10 @@ bool poisons() {
   static const bool on = setting("STANDIN_POISON", 0) != 0;
   return on;
 }
+bool has_float64() {
+  static const bool has = setting("STANDIN_FLOAT64", 1) != 0;
+  return has;
+}
 
 c10::DeviceIndex current_device() { return device_of_thread; }
 c10::DeviceIndex exchange_device(c10::DeviceIndex index) {

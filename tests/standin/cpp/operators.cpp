@@ -30,6 +30,8 @@ const std::set<std::string> kIndexing = {"aten::index", "aten::index_put", "aten
 
 Tensor make_tensor(c10::Storage storage, c10::DispatchKey key, const caffe2::TypeMeta& dtype, IntArrayRef sizes,
                    IntArrayRef strides, int64_t offset) {
+  TORCH_CHECK_TYPE(has_float64() || key != c10::DispatchKey::CUDA || dtype.toScalarType() != at::kDouble,
+                   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead.");
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
   made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return made;

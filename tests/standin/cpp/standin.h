@@ -17,6 +17,7 @@ constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
 c10::DeviceIndex num_devices();  // STANDIN_DEVICES
 size_t total_bytes();            // STANDIN_GIB, of each device
 bool poisons();                  // STANDIN_POISON: freed memory, and targets of copies not yet waited for, read as NaN
+bool has_float64();              // STANDIN_FLOAT64=0: refused, in the words of Apple's GPUs
 constexpr int kPoison = 0xFF;    // every byte of them
 
 // ---- the current device and stream of this thread ---------------------------------------------------------------------
