@@ -141,6 +141,8 @@ def check_compiler(model: nn.Module) -> None:
         InputError: something is missing.
     """
     devices = {parameter.device.type for parameter in model.parameters()}
+    if "mps" in devices:
+        raise InputError(f"strategy compiled is not for an Apple GPU (mps): {WAYS_OUT}")
     needs = {
         "triton (pip install triton)": "cuda" in devices and find_spec("triton") is None,
         "a C compiler (gcc, clang, or the one that CC names)": "cuda" in devices and not _finds_c_compiler(),

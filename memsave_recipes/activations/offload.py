@@ -51,7 +51,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations.micro_batches import inner_tensors
+from memsave_recipes.errors import InputError
 
+HOST_MEMORY = ("cpu", "mps")
+"""Types of devices that compute in the host's memory, from which nothing can be moved there."""
 SMALLEST_BYTES = 1024**2
 """Below it, starting a copy takes about as long as the copy."""
 
@@ -116,6 +119,11 @@ class SideStream:
     """``Copies`` on a stream of their own, of any accelerator that torch has streams for."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "mps":
+            raise InputError(
+                "an Apple GPU (mps) computes in the host's memory, so nothing can be moved there: leave out "
+                "--offload_optimizer, --stream_weights and strategies with offload in their name"
+            )
         self.device = device
         self.stream = torch.Stream(device)
 

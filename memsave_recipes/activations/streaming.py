@@ -172,8 +172,10 @@ def place(model: nn.Module, device: torch.device, *, streamed: str = NONE) -> No
         streamed: ``none``, the ``frozen`` ones, or ``all``.
 
     Raises:
-        InputError: as ``stream_weights``.
+        InputError: as ``stream_weights``, or weights in float64, which Apple's GPUs have not.
     """
+    if device.type == "mps" and any(tensor.dtype == torch.float64 for tensor in model.parameters()):
+        raise InputError("--dtype float64 does not work on an Apple GPU (mps): take float32, or launch with cpu.yaml")
     if streamed != NONE and device.type == "cpu":
         warnings.warn("stream_weights: the model runs on a CPU, so its weights stay where they are", stacklevel=2)
     if streamed == NONE or device.type == "cpu":

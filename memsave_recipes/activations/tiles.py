@@ -119,8 +119,9 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
     hook = dropout.register_forward_hook(lambda _, __, output: last.append(output)) if dropout else None
     tokens = _tokens_for(module)
     try:
-        devices = [tokens.device] if tokens.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), undone(module) as remembered:
+        kind = "mps" if tokens.device.type == "mps" else "cuda"
+        devices = [tokens.device] if tokens.device.type == kind else []
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind), undone(module) as remembered:
             output = run(tokens)
             ends_with_dropout = not last or last[-1] is output
             with _without_dropout(dropout):

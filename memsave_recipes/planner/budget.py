@@ -17,6 +17,7 @@ from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers, find_parts
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.micro_batches import joined_batchnorm
+from memsave_recipes.activations.offload import HOST_MEMORY
 from memsave_recipes.activations.streaming import streamed_parameters
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
@@ -478,7 +479,7 @@ def plans_to_measure(
     """Return the plans to measure for a strategy; the first is the baseline.
 
     Args:
-        device_type: of the step; a CPU has no host to offload to.
+        device_type: of the step; those of ``HOST_MEMORY`` have no host to offload to.
         compiles: whether there is a device to compile for.
         ratios: of compiled memory, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
@@ -487,7 +488,7 @@ def plans_to_measure(
     blocks = [modules.get(name) for names in workload.stacks for name in names]
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
-        to_host = device_type != "cpu"
+        to_host = device_type not in HOST_MEMORY
         strategies += ["selective", *(OFFLOADING_STRATEGIES if to_host else ())]
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from memsave_recipes.activations.micro_batches import joined_batchnorm
+from memsave_recipes.activations.offload import HOST_MEMORY
 from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.models.adapters import LoraArguments, added_by_lora
@@ -173,7 +174,7 @@ def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
 
 def _state_on_host(setup: Setup) -> Iterator[Saving]:
     """Keep optimizer state on the host, of which two pieces visit the device, when activations are gone."""
-    if setup.flags.get("offload_optimizer") == NONE and setup.device_type != "cpu":
+    if setup.flags.get("offload_optimizer") == NONE and setup.device_type not in HOST_MEMORY:
         yield Saving(flags="--offload_optimizer state", state_bytes=setup.waiting_bytes())
 
 
@@ -208,7 +209,7 @@ def _adapters(setup: Setup) -> Iterator[Saving]:
 def _streamed_weights(setup: Setup) -> Iterator[Saving]:
     """Free frozen weights of layers, but of the two that are on the device at a time."""
     is_off = setup.flags.get("stream_weights") == "none" and not setup.flags.get("load_in_4bit")
-    if is_off and setup.device_type != "cpu":
+    if is_off and setup.device_type not in HOST_MEMORY:
         of_layers = sorted(streamable_bytes(setup.model))
         yield Saving(flags="--stream_weights host", weights_bytes=sum(of_layers[:-2]))
 
@@ -271,7 +272,7 @@ def budget_too_small(
     in_shards = smallest.forecast.in_shards is not None
     savings = [] if in_shards else beyond_the_plan(smallest, setup)  # of whole weights
     needed = {saving.flags: needed_with(saving, smallest, setup) for saving in savings}
-    if optim.offload_optimizer == NONE and not in_shards and device_type != "cpu":
+    if optim.offload_optimizer == NONE and not in_shards and device_type not in HOST_MEMORY:
         needed["--offload_optimizer state"] = _with_state_on_host(smallest, model, optim, device_type).needed_bytes
     if optim.goes_in_shards and not in_shards and mixed_precision != "fp16":
         needed |= needed_in_shards(smallest, model, optim, device_type)

@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations.micro_batches import tensors_in
+from memsave_recipes.activations.offload import HOST_MEMORY
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
@@ -82,17 +83,23 @@ class DeviceInstruments:
         return meter.readings
 
     def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """Return the seconds between the boundaries, by the host's clock on a CPU, else by events in the own stream."""
-        clock = _HostClock() if self.on_cpu else _DeviceClock(self.device)
+        """Return the seconds between the boundaries, by the host's clock on a CPU, else by events in the own stream.
+
+        The events of Apple's GPUs may end in the wrong order or never (https://github.com/pytorch/pytorch/pull/196395).
+        """
+        clock = _HostClock(self.device) if self.device.type in HOST_MEMORY else _DeviceClock(self.device)
         step(clock)
         return clock.intervals_s()
 
 
 class _HostClock:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.times: list[float] = []
 
     def mark(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         self.times.append(perf_counter())
 
     def intervals_s(self) -> list[float]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from memsave_recipes.activations.offload import Copies, SideStream
+from memsave_recipes.activations.offload import HOST_MEMORY, Copies, SideStream
 from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import local, num_parts
 
@@ -109,12 +109,12 @@ def copies_on_host(tensors: Mapping[str, Tensor], kept: dict[str, Tensor]) -> di
     Args:
         kept: memory of earlier copies, by name; that of new ones, pinned for devices, is added.
     """
-    devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
+    devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in HOST_MEMORY}
     memory = PinnedMemory(partial(torch.empty, dtype=torch.uint8, pin_memory=bool(devices)))
     for name, tensor in tensors.items():
         if name not in kept:
             kept[name] = memory.empty_like(torch.empty_like(tensor, device="meta"))  # which is dense
-        kept[name].copy_(tensor, non_blocking=True)
+        kept[name].copy_(tensor, non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
     return {name: kept[name] for name in tensors}

@@ -65,6 +65,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.activations.micro_batches import WrapperTensor
+from memsave_recipes.activations.offload import HOST_MEMORY
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
 from memsave_recipes.text import SAID
@@ -96,8 +97,8 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU, or the device is Apple's, or the weights are to be cut up, or the model
-            is to be compiled.
+            precision does not work on the CPU, or torch is too old for an Apple GPU, or several GPUs are Windows's, or
+            the weights are to be cut up, or the model is to be compiled.
     """
     _check_whole_weights()
     _check_not_compiled()
@@ -231,15 +232,17 @@ def _check_enough_devices(started: int, started_here: int) -> None:
             f"{started_here} processes were started on this machine, which has {devices} accelerator(s): launch with "
             f"`--num_processes {fitting}`, or take the CPU with accelerate_configs/cpu_ddp.yaml"
         )
+    if started > 1 and sys.platform == "win32":
+        raise InputError("several GPUs need NCCL, which is not there on Windows: launch with `--num_processes 1`")
 
 
 def _check_kind_of_device() -> None:
-    """Refuse Apple's GPUs: they have no float64, which augmentation and evaluation compute in."""
+    """Refuse Apple's GPUs with a torch that counts no peaks there, and whose fused steps ignore ``found_inf``."""
     device = torch.accelerator.current_accelerator()
-    if device is not None and device.type == "mps":
+    if device is not None and device.type == "mps" and torch.__version__ < "2.13":
         raise InputError(
-            "the recipes do not train on an Apple GPU (mps): launch with `--config_file accelerate_configs/cpu.yaml`, "
-            "or set ACCELERATE_USE_CPU=true"
+            f"training on an Apple GPU (mps) needs torch 2.13 and this is {torch.__version__}: install it, or launch "
+            "with `--config_file accelerate_configs/cpu.yaml`"
         )
 
 
@@ -388,10 +391,10 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """``model`` with its BatchNorm layers normalising over all ranks.
 
     Raises:
-        InputError: on a CPU, for which torch has no such layer.
+        InputError: on a CPU or an Apple GPU, for which torch has no such layer.
     """
-    if device.type == "cpu":
-        raise InputError("--sync_batchnorm works on GPUs only: leave it out on a CPU")
+    if device.type in HOST_MEMORY:
+        raise InputError("--sync_batchnorm works on CUDA devices only: leave it out")
     synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return synchronized
 

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
 from nursery import free_port
 from samples import sample
+from torch.torch_version import TorchVersion
 from transformers.utils import logging
 
 from memsave_recipes.errors import InputError
@@ -337,13 +338,25 @@ class TestDevice:
         start_accelerator()
         assert machine.built_with == {"cpu": True}
 
-    def test_an_apple_gpu_is_refused_by_name(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_apple_gpu_needs_a_torch_that_counts_its_peaks(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
         machine.set(devices=1, joined=1)
-        assert "Apple GPU (mps)" in machine.refusal()
+        assert "Apple GPU (mps) needs torch 2.13 and this is 2.12.1" in machine.refusal()
         machine.set(devices=1, joined=1, ACCELERATE_USE_CPU="true")
         start_accelerator()
         assert machine.built_with == {"cpu": True}
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+        machine.set(devices=1, joined=1)
+        start_accelerator()
+        assert machine.built_with == {"cpu": False}
+
+    def test_several_gpus_of_windows_are_refused(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launch, "sys", SimpleNamespace(platform="win32"))
+        machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        assert "NCCL, which is not there on Windows" in machine.refusal()
 
     def test_fp16_on_the_cpu_is_refused(self, machine: Machine) -> None:
         machine.set(devices=0, joined=1, ACCELERATE_MIXED_PRECISION="fp16")
