@@ -174,7 +174,7 @@ def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
     path = _told_in(folder, rank)
     with suppress(OSError):
         path.with_suffix(".part").write_text(word, encoding="utf-8")
-        path.with_suffix(".part").rename(path)
+        path.with_suffix(".part").replace(path)
     with suppress(RuntimeError):
         _get_default_store().set(f"{TOLD}/{topic}/{rank}", word)
 

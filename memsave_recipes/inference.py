@@ -8,6 +8,7 @@ tokenizer has a chat template, the prompt is a user's message and the continuati
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -253,8 +254,8 @@ def _as_chat(value: str | Conversation) -> Conversation:
 
 @contextmanager
 def _time_limit(seconds: float, what: str) -> Iterator[None]:
-    """End what is inside after so long with a TimeoutError; only the main thread can be ended."""
-    if current_thread() is not main_thread():
+    """End what is inside after so long with a TimeoutError; only the main thread can be, and none on Windows."""
+    if current_thread() is not main_thread() or sys.platform == "win32":
         yield
         return
 

@@ -6,7 +6,8 @@ group, for the ranks that wait for it in a collective.
 
 NOTE [ forced end ]
 1. Python runs no handler while the main thread waits in a collective. So another thread ends the process, woken by a
-   pipe to which the interpreter writes the number of each signal at once (``signal.set_wakeup_fd``).
+   socket to which the interpreter writes the number of each signal at once (``signal.set_wakeup_fd``). A pipe would not
+   do on Windows, where ``select`` takes sockets alone.
 2. The first signal asks. After it a Ctrl-C ends the process at once, and so does a second SIGTERM. A first SIGTERM does
    not: schedulers send it some time after a SIGUSR1, and the process may be saving.
 3. A second signal within a second is the same keystroke, or the same SIGTERM, which a launcher has passed on.
@@ -20,6 +21,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -43,18 +45,19 @@ MID_STEP = "in the middle of a step; the last checkpoint is as it was, go on wit
 REPORT_DELAY_S = 2.0
 """Other ranks wait this long before they report: the launcher ends them with the first, and nothing is said twice."""
 ENDED_WITH = "memsave_recipes/ended_with"
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+END_OF_LAUNCHER = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has none
+"""It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
+STOPPING = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, END_OF_LAUNCHER)))
 """The signals that ask a run to stop: of a keyboard, of a launcher or scheduler, of SLURM before its limit."""
 EXIT_CODES = {number: 130 if number == signal.SIGINT else 143 for number in STOPPING}
 """128 and the signal's number, as in shells; SIGUSR1, sent before a time limit, counts as SIGTERM."""
 
 SAME_KEYSTROKE_S = 1.0
 REMOVED = 0
-"""In the pipe, in place of a signal's number: there is nothing more to wait for."""
+"""In the socket, in place of a signal's number: there is nothing more to wait for."""
 
+MAX_NUMBERS = 512  # that are read at once
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-END_OF_LAUNCHER = signal.SIGUSR1
-"""It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
 TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 LAUNCHERS = {"accelerate", "accelerate.commands.accelerate_cli", "memsave", "memsave_recipes.cli"}
 """Programs that launch by their command ``launch``."""
@@ -66,8 +69,8 @@ KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
 """torch's errors on a lost worker; the former may be the cause of the latter."""
 KILLED_WITHOUT_MEMORY = {
-    signal.SIGKILL: "the host had no memory left: give",
-    signal.SIGBUS: "shared memory (/dev/shm) is full: enlarge it, or give",
+    "SIGKILL": "the host had no memory left: give",
+    "SIGBUS": "shared memory (/dev/shm) is full: enlarge it, or give",
 }
 """The signals by which a system without memory kills a data worker, with the reason and the remedy."""
 
@@ -113,19 +116,19 @@ class StopSignals:
         """The signal's number, 0 for none."""
         self._history = SignalHistory()
         self._handlers: dict[int, Any] = {number: signal.signal(number, self._record) for number in EXIT_CODES}
-        self._numbers, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._numbers, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread = Thread(target=self._listen, name="forced end", daemon=True)
         self._thread.start()
 
     def remove(self) -> None:
         """Put back the handlers and the wakeup descriptor that were there."""
         signal.set_wakeup_fd(self._wakeup_before)
-        os.write(self._wakeup, bytes([REMOVED]))  # closing it would not do: data workers hold it open
+        self._wakeup.send(bytes([REMOVED]))  # closing it would not do: data workers hold it open
         self._thread.join()
-        os.close(self._wakeup)
-        os.close(self._numbers)
+        self._wakeup.close()
+        self._numbers.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -140,7 +143,7 @@ class StopSignals:
 
     def _listen(self) -> None:
         while select.select([self._numbers], [], [], self._left_s())[0]:
-            numbers = os.read(self._numbers, select.PIPE_BUF)
+            numbers = self._numbers.recv(MAX_NUMBERS)
             if REMOVED in numbers:
                 return
             for number in (one for one in EXIT_CODES if one in numbers):
@@ -277,7 +280,7 @@ def serve_parent_only(worker_id: int = 0) -> None:
     signal.set_wakeup_fd(-1)  # a fork has the parent's
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        signal_at_end_of_parent(signal.SIGKILL, parent.pid)
+        signal_at_end_of_parent(getattr(signal, "SIGKILL", signal.SIGTERM), parent.pid)  # Windows kills with that
 
 
 @cache
@@ -290,7 +293,8 @@ def end_workers_at_exit() -> None:
 
 
 def _kill_workers() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
+    if sys.platform != "win32":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
     for process in multiprocessing.active_children():
         if process.daemon:  # those that multiprocessing would ask to end
             process.kill()
@@ -310,8 +314,9 @@ def lost_worker(error: Exception) -> LostWorker | None:
     if death is None:
         return None
     worker, by = f"data worker {death['pid']}", death.groupdict().get("signal")
-    for number, reason in KILLED_WITHOUT_MEMORY.items():
-        if by == signal.strsignal(number):
+    for name, reason in KILLED_WITHOUT_MEMORY.items():
+        number = getattr(signal, name, None)  # not on Windows
+        if number is not None and by == signal.strsignal(number):
             why = f"was killed by signal {number:d}, most likely because {reason} fewer --dataloader_num_workers"
             return LostWorker(f"{worker} {why}", had_no_memory=True)
     why = f"was killed ({by})" if by else "ended unexpectedly"

@@ -4,7 +4,6 @@ Rates are the vendors' own, from ``profiling/cards.json``. So a time made of the
 shortest that the device could take: compare two plans by it, and do not expect the seconds.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.profiling.memory import read_device_use
 from memsave_recipes.profiling.throughput import CARDS, CONVOLUTIONS, PEAK_TFLOPS
 from memsave_recipes.text import GIB, MIB
 
@@ -230,7 +230,7 @@ def _this_cpu() -> Target:
         flops_per_s={str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in CPU_DTYPES},
         bytes_per_s=2 * COPIED_BYTES / _shortest_s(lambda: target.copy_(source)),
         host_bytes_per_s=inf,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=read_device_use(target.device).total_bytes,
         kernel_s=_operator_s(),
         remark=f"measured here, torch.get_num_threads() being {torch.get_num_threads()}",
     )

@@ -72,7 +72,8 @@ MAX_PORT = 2**16 - 1
 STOP_S = 3600
 """Ranks end themselves some time after a signal; the launcher, which passes it on, has no need to end them earlier."""
 HAS_RUN = "memsave_recipes/has_run"
-SIGNALS = ",".join(number.name for number in (*STOPPING, signal.SIGHUP, signal.SIGQUIT))
+OF_AN_END = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
+SIGNALS = ",".join(name for name in OF_AN_END if hasattr(signal, name))  # Windows has the first two
 QUIET = {"multiprocessing.api": logging.CRITICAL, "agent.server.api": logging.ERROR}
 """Loggers of torch's agent, which would announce each end of a rank in words of their own."""
 
@@ -147,8 +148,13 @@ def _launch_process(args: Namespace) -> int:
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """The exit code of a process, which gets the signals that this one is sent."""
     process = subprocess.Popen(command, env=environment)
+
+    def pass_on(number: int, _: object) -> None:
+        if number != signal.SIGINT or sys.platform != "win32":  # whose console sends it to that process too
+            process.send_signal(number)
+
     for number in STOPPING:
-        signal.signal(number, lambda number, frame: process.send_signal(number))
+        signal.signal(number, pass_on)
     return process.wait()
 
 
@@ -218,7 +224,9 @@ def _environment(args: Namespace, address: str) -> dict[str, str]:
     """The environment that Accelerate prepares, with what a launch needs beside it."""
     prepared: dict[str, str] = prepare_multi_gpu_env(args)
     unless_set = {} if check_cuda_p2p_ib_support() else {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    if ip_address(address).is_loopback:
+    if sys.platform == "win32":
+        unless_set["USE_LIBUV"] = "0"  # which torch is built without there
+    elif ip_address(address).is_loopback:
         unless_set["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     always = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS}
     return unless_set | prepared | always
@@ -264,7 +272,8 @@ class _OneMachine(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        how: dict[str, Any] = {"master_listen_fd": listener.detach(), "use_libuv": sys.platform != "win32"}
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, **how)
         return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(LOOPBACK, port))
 
 
