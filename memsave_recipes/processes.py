@@ -258,9 +258,10 @@ def is_restarted() -> bool:
 def num_workers(asked: int | None, accelerator: Accelerator) -> int:
     """Return the number of data workers of a rank: ``asked``, by default none on a CPU, whose cores compute.
 
-    With an accelerator one of a rank's cores is left to the main process. No sample depends on the number.
+    With an accelerator one of a rank's cores is left to the main process. None, too, where workers are no forks, and
+    each would import torch and get a copy of the data. No sample depends on the number.
     """
-    if asked is not None or accelerator.device.type == "cpu":
+    if asked is not None or accelerator.device.type == "cpu" or sys.platform != "linux":
         return asked or 0
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

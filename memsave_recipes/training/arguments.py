@@ -178,7 +178,7 @@ class RunArguments(TrackerArguments, ExactSettings):
     )
     dataloader_num_workers: int | None = field(
         default=None,
-        metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU"},
+        metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU on Linux"},
     )
     eval_only: bool = field(default=False, metadata={"help": "evaluate the model as it is, and train nothing"})
     eval_steps: int | None = field(

@@ -345,13 +345,18 @@ class TestDevice:
         monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
         machine.set(devices=1, joined=1)
         assert "Apple GPU (mps) needs torch 2.13 and this is 2.12.1" in machine.refusal()
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+        start_accelerator()
+        assert machine.built_with == {"cpu": False}
+
+    def test_an_apple_gpu_is_left_alone_where_the_launch_says_so(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
         machine.set(devices=1, joined=1, ACCELERATE_USE_CPU="true")
         start_accelerator()
         assert machine.built_with == {"cpu": True}
-        monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
-        machine.set(devices=1, joined=1)
-        start_accelerator()
-        assert machine.built_with == {"cpu": False}
 
     def test_several_gpus_of_windows_are_refused(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "sys", SimpleNamespace(platform="win32"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from memsave_recipes import processes
 from memsave_recipes.processes import lost_worker, num_workers
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import make_loader
@@ -97,3 +98,10 @@ def test_workers_by_default_are_there_beside_an_accelerator(monkeypatch, device,
     assert num_workers(asked, accelerator) == expected
     is_chosen = device == "cuda" and asked is None
     assert [line.split()[0] for line in said] == ([str(expected)] if is_chosen else [])
+
+
+def test_workers_by_default_are_forks(monkeypatch):
+    monkeypatch.setattr(processes, "sys", SimpleNamespace(platform="darwin"))
+    accelerator = SimpleNamespace(device=torch.device("mps"))
+    assert num_workers(None, accelerator) == 0
+    assert num_workers(2, accelerator) == 2

@@ -1,5 +1,6 @@
 """``python first_steps.py FOLDER``: every module, the help, a plan, and a training in two lives, as seen by Windows."""
 
+import multiprocessing
 import signal
 import sys
 from importlib import import_module
@@ -45,7 +46,9 @@ def main(folder: Path) -> None:
     with pytest.raises(SystemExit, match="143"):
         train(folder)
     TrainingRun.steps = steps
-    train(folder, "--resume")
+    train(folder, "--resume", "--dataloader_num_workers", "1")
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    main(Path(sys.argv[1]))
