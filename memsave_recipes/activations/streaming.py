@@ -172,7 +172,7 @@ def place(model: nn.Module, device: torch.device, *, streamed: str = NONE) -> No
         streamed: ``none``, the ``frozen`` ones, or ``all``.
 
     Raises:
-        InputError: as ``stream_weights``, or weights in float64, which Apple's GPUs have not.
+        InputError: as ``stream_weights``, or weights in float64, which Apple's GPUs lack.
     """
     if device.type == "mps" and any(tensor.dtype == torch.float64 for tensor in model.parameters()):
         raise InputError("--dtype float64 does not work on an Apple GPU (mps): take float32, or launch with cpu.yaml")

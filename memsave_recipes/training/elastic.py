@@ -72,8 +72,8 @@ MAX_PORT = 2**16 - 1
 STOP_S = 3600
 """Ranks end themselves some time after a signal; the launcher, which passes it on, has no need to end them earlier."""
 HAS_RUN = "memsave_recipes/has_run"
-OF_AN_END = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
-SIGNALS = ",".join(name for name in OF_AN_END if hasattr(signal, name))  # Windows has the first two
+ENDING = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
+SIGNALS = ",".join(name for name in ENDING if hasattr(signal, name))  # Windows has the first two
 QUIET = {"multiprocessing.api": logging.CRITICAL, "agent.server.api": logging.ERROR}
 """Loggers of torch's agent, which would announce each end of a rank in words of their own."""
 

@@ -97,8 +97,8 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU, or torch is too old for an Apple GPU, or several GPUs are Windows's, or
-            the weights are to be cut up, or the model is to be compiled.
+            precision does not work on the CPU, or torch is too old for an Apple GPU, or several GPUs are asked
+            for on Windows, or the weights are to be cut up, or the model is to be compiled.
     """
     _check_whole_weights()
     _check_not_compiled()
