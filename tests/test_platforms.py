@@ -38,6 +38,7 @@ WINDOWS = SimpleNamespace(platform="win32")
 # ---- Apple's GPUs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(900)
 def test_recipes_need_no_float64_on_the_device(on_devices, tmp_path):
     """A run in two lives without it is, bit for bit, that of a device that has it."""
     script, runs = ROOT / "tests" / "recipes" / "without_float64.py", {}
@@ -113,6 +114,7 @@ def test_seconds_of_an_apple_gpu_are_the_hosts_after_a_wait(monkeypatch):
 # ---- Windows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(900)
 def test_windows_sees_nothing_of_linux_alone(tmp_path):
     """All modules, the help, a plan, a training that a signal stops and that goes on."""
     tests = ROOT / "tests" / "windows"
