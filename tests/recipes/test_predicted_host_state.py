@@ -48,6 +48,7 @@ CASES = [
     if way == "state" or optimizer != "muon"  # which is refused
     if way != FEW_LEAVE or optimizer == "adamw"
 ]
+SLACK = 2**14  # bytes: of the smallest model, of 100 KiB, an update's small temporaries are more than 2 %
 FEW = [("gpt2", "state", "adamw", "accumulated"), ("vgg", "step", "sgd", "whole")]
 FEW += [("llama", "streamed", "bf16", "accumulated"), ("vgg", FEW_LEAVE, "adamw", "whole")]
 
@@ -102,7 +103,8 @@ def test_peak_and_host_memory_are_predicted(train, on_host, monkeypatch, model, 
         monkeypatch.setattr(host_step, "LEAVING_BYTES", 2**18)
     plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", str(with_context(0.5))]
     found = train(*MODELS[model][1:], *OPTIMIZERS[optimizer], *LAYOUTS[layout], *plan, *WAYS[way])["memory"]
-    assert 0 <= found["prediction_error_pct"] < (10 if optimizer == "in the backward" else 2)
+    predicted, peak = (found[name] * GIB for name in ("predicted_peak_gib", "peak_allocated_gib"))
+    assert 0 <= predicted - peak < max((0.1 if optimizer == "in the backward" else 0.02) * peak, SLACK)
     assert found.get("predicted_host_gib", 0) * GIB == on_host()
 
 
