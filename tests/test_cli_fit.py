@@ -231,6 +231,17 @@ def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Pat
     assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).stream_weights
 
 
+def test_a_card_without_bfloat16_is_offered_adapters_in_float16(llama: str, tmp_path: Path) -> None:
+    found = fitted([llama, *LENGTHS, "--card", "t4"], tmp_path / "fit.json")
+    assert found["mixed_precision"] == "fp16"
+    (adapted,) = (rung for rung in found["rungs"] if rung["name"] == "LoRA")
+    assert adapted["flags"] == ["--lora", "--dtype", "float16"]
+    assert "--mixed_precision fp16 " in adapted["launch"]
+    assert not any("bfloat16" in flag for rung in found["rungs"] for flag in rung["flags"])
+    assert Launch(target=find_target("t4")).half == "float32"  # without the scaled loss
+    assert Launch(target=find_target("l4"), mixed_precision="bf16").half == "bfloat16"
+
+
 VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8, **SIZES}
 RESNET = {"hidden_sizes": [16, 32], "depths": [1, 2], "embedding_size": 16, "layer_type": "basic"}
 RESNET |= {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}

@@ -97,6 +97,19 @@ def test_a_preset_counts_as_named(tmp_path: Path) -> None:
     assert found["budget_bytes"] == pytest.approx(usable_bytes(find_target("a100").memory_bytes, "cuda"), abs=1)
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "precision"), [("t4", "float16", "fp16"), ("l4", "bfloat16", "no"), ("cpu", "bfloat16", "no")]
+)
+def test_auto_is_the_dtype_of_16_bits_that_the_target_computes_in(
+    tmp_path: Path, target: str, dtype: str, precision: str
+) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("dtype: auto\nlora: true\nactivation_checkpointing: none\nmicro_batch_size: 2\n")
+    found = planned(["plan", *LANGUAGE, "--config", str(preset), "--target", target], tmp_path)
+    assert (found["mixed_precision"], value(flags_of(found["launch"]), "--dtype")) == (precision, dtype)
+    assert ("--mixed_precision fp16" in found["launch"]) == (precision == "fp16")
+
+
 def test_a_budget_of_a_preset_cannot_be_taken_back_so_its_plan_stays_open(tmp_path: Path) -> None:
     preset = tmp_path / "preset.yaml"
     preset.write_text("memory_budget_gib: 3\nmicro_batch_size: 8\n")

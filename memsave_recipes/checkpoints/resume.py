@@ -60,7 +60,7 @@ ROUNDS = {
     "offload_optimizer": "an update on the host rounds in another way than one on the device",
 }
 """Flags that change no more than rounding does, and why."""
-CHOSEN = ("packed_attention",)
+CHOSEN = ("packed_attention", "dtype")
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
 KEPT = {"decay_all": False, "too_long": "drop"}
 """Flags that by default, which is the value here, stay as a run began: one of an earlier version did otherwise."""

@@ -191,7 +191,7 @@ def _target(arguments: argparse.Namespace) -> Target:
 def _fast_precision(target: Target) -> str:
     if target.device_type == "cpu":
         return "no"
-    return "bf16" if "bfloat16" in target.flops_per_s else "fp16"
+    return "bf16" if target.half == "bfloat16" else "fp16"
 
 
 def _flags(arguments: argparse.Namespace, subject: Subject) -> tuple[str, ...]:

@@ -145,7 +145,11 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     gib, count = arguments.memory_budget_gib, arguments.num_processes
     require(gib is None or 0 < gib <= MAX_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
     require(count >= 1, "--num_processes", count, "at least 1")
-    check_precision(arguments.mixed_precision, target)
+    if named.get("dtype") == AUTO:
+        named["dtype"] = target.half
+        flags = (*without(flags, {"dtype": AUTO}), "--dtype", target.half)
+    precision = "fp16" if named.get("dtype") == "float16" else arguments.mixed_precision  # as in a run
+    check_precision(precision, target)
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib
     task = read_task(arguments.recipe, [*flags, *open_flags(named, gib)])
@@ -158,7 +162,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         launch=Launch(
             target=target,
             num_processes=arguments.num_processes,
-            mixed_precision=arguments.mixed_precision,
+            mixed_precision=precision,
             host_budget_bytes=host_budget_of(arguments, target, count),
             link_bytes_per_s=_link_bytes_per_s(arguments, task),
         ),
@@ -217,7 +221,7 @@ def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
 def check_precision(precision: str | None, target: Target) -> None:
     """Raise ``InputError`` for fp16 on a CPU."""
     if target.device_type == "cpu" and precision == "fp16":
-        raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
+        raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no, and not --dtype float16")
 
 
 def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None = None) -> str:

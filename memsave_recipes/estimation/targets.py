@@ -88,6 +88,11 @@ class Target:
         """A device of its type; nothing can be put on it."""
         return torch.device(self.device_type)
 
+    @property
+    def half(self) -> str:
+        """The dtype of 16 bits that it computes in: that of ``--dtype auto``."""
+        return "bfloat16" if "bfloat16" in self.flops_per_s else "float16"
+
     def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
         """Return the time of an operator by the roofline; a precision that is in no table computes as float32 does."""
         precision = str(dtype).removeprefix("torch.")

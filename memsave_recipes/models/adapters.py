@@ -284,10 +284,11 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
                 found = f"{getattr(config.peft_type, 'value', 'unknown')} adapters for {config.task_type or OF_IMAGES}"
                 raise InputError(f"{source} holds {found}, not LORA adapters for {task_type or OF_IMAGES}: take others")
             config.inference_mode = False
+            is_float16 = next(model.parameters()).dtype == torch.float16  # whose adapters were trained in float32
             if next(model.parameters()).is_meta:
                 return get_peft_model(model, config, autocast_adapter_dtype=False)
             return PeftModel.from_pretrained(
-                model, str(folder), config=config, is_trainable=True, autocast_adapter_dtype=False
+                model, str(folder), config=config, is_trainable=True, autocast_adapter_dtype=is_float16
             )
     except InputError:
         raise

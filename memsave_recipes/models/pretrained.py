@@ -381,7 +381,7 @@ def _from_pretrained(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=torch.float16 if dtype == torch.float16 else torch.bfloat16,
         )
         options = {"quantization_config": nf4, "device_map": {"": torch.cuda.current_device()}}
     model: PreTrainedModel = auto_class.from_pretrained(

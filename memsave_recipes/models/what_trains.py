@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -90,7 +91,8 @@ class ClassifierTrainingArguments(TrainedPartArguments):
 def train_part(model: Any, flags: TrainedPartArguments, *, task_type: str | None) -> Any:
     """Freeze in ``model`` what the flags leave out, add the adapters that they ask for, and return what is saved.
 
-    BatchNorm that is frozen keeps its statistics: NOTE [ frozen BatchNorm ].
+    What trains beside frozen weights in float16 is float32. BatchNorm that is frozen keeps its statistics:
+    NOTE [ frozen BatchNorm ].
 
     Args:
         task_type: as ``add_lora``.
@@ -110,6 +112,9 @@ def train_part(model: Any, flags: TrainedPartArguments, *, task_type: str | None
         trained |= new_weights(model) or set()
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in trained)
+    for parameter in model.parameters() if flags.freezes else ():
+        if parameter.requires_grad and parameter.dtype == torch.float16:  # whose updates would be too small for it
+            parameter.data = parameter.data.float()
     for module in model.modules() if flags.freezes else ():
         own = [*module.parameters(recurse=False)]
         if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):

@@ -161,8 +161,7 @@ STEP_ON_HOST = ("--offload_optimizer", "step")
 WEIGHTS_ON_HOST = (*STEP_ON_HOST, "--stream_weights", "host")
 ROUNDED = ("--dtype", "bfloat16", "--bf16_stochastic_round")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
-ADAPTERS = ("--lora", "--dtype", "bfloat16")
-STREAMED = (*ADAPTERS, "--stream_weights", "host")
+STREAMED = ("--stream_weights", "host")
 IN_SHARDS = ("--shard", "full")
 SAME_CURVE = ""
 STEPS_ON_HOST = (
@@ -416,7 +415,8 @@ def _ways(
         loss = other
         yield _way("loss in chunks", whole, partial(whole.plain, loss))
     in_backward = early(_in_backward(whole, read, loss))
-    adapted = early(_adapted(whole, read, loss, "LoRA", ADAPTERS) if takes_adapters else iter(()))
+    adapters = ("--lora", "--dtype", whole.launch.half)
+    adapted = early(_adapted(whole, read, loss, "LoRA", adapters) if takes_adapters else iter(()))
     planned = whole.best(loss)
     yield _way("activation checkpointing", whole, lambda: planned)
     yield _offloading(whole, loss, planned)
@@ -436,7 +436,7 @@ def _ways(
     if first is not None:
         yield chain([first], adapted)
         if not first.candidate.fits and whole.launch.target.device_type != "cpu":
-            yield _adapted(whole, read, loss, "LoRA, weights streamed", STREAMED)
+            yield _adapted(whole, read, loss, "LoRA, weights streamed", (*adapters, *STREAMED))
 
 
 def _way(

@@ -221,6 +221,10 @@ def _half_precision(setup: Setup) -> Iterator[Saving]:
     if setup.mixed_precision == "no":
         curve = "rounded activations"
         yield Saving(flags="accelerate launch --mixed_precision bf16", activations_bytes=None, curve=curve)
+    if setup.mixed_precision == "fp16":
+        frozen = sum(parameter.nbytes for parameter in setup.model.parameters() if not parameter.requires_grad)
+        yield Saving(flags="--dtype float16", weights_bytes=frozen // 2, curve="rounded weights")
+        return
     stochastic = " --bf16_stochastic_round" if setup.flags.get("bf16_stochastic_round") is False else ""
     yield Saving(
         flags="--dtype bfloat16" + (stochastic if setup.optimizer == "adamw" else ""),

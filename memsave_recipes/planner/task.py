@@ -124,6 +124,13 @@ class Launch:
         return replace(self, num_processes=num_processes, host_budget_bytes=share)
 
     @property
+    def half(self) -> str:
+        """The dtype for frozen weights: of 16 bits, if it can."""
+        if self.mixed_precision == "fp16":
+            return "float16"
+        return "bfloat16" if self.target.half == "bfloat16" else "float32"
+
+    @property
     def bytes_per_s_between(self) -> float:
         """The rate at which a rank sends to others."""
         return self.link_bytes_per_s or min(self.target.host_bytes_per_s, self.target.bytes_per_s)

@@ -44,6 +44,7 @@ from memsave_recipes.text import say
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import (
+    chosen_dtype,
     deterministic_kernels,
     installed_versions,
     matmul_precision,
@@ -87,8 +88,12 @@ class Run(OpenRun):
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
             use_expandable_segments()
+            if (dtype := chosen_dtype(args.dtype)) != args.dtype:
+                args = replace(args, dtype=dtype)
+                notices.append(f"--dtype auto: {dtype}" + (", with fp16" if dtype == "float16" else ""))
             log_with = resolve_trackers(args.report_to, path)
-            accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with)
+            precision = "fp16" if args.dtype == "float16" else None  # that of the launch
+            accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with, mixed_precision=precision)
             require_same(accelerator, installed_versions(), "install the same versions on every machine")
             notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
             if args.push_to_hub is not None:

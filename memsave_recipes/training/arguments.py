@@ -45,7 +45,14 @@ MAX_RATE = 1e30
 MAX_NAME, MAX_TAG = 128, 64
 NOT_IN_A_PROJECT = set("/\\#?%:")
 """The characters that W&B refuses in the name of a project; the lengths are its own as well."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+DTYPES: dict[Dtype, torch.dtype] = {
+    "auto": torch.bfloat16,  # until the device is known
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 @dataclass(kw_only=True)
@@ -157,8 +164,12 @@ class RunArguments(TrackerArguments, ExactSettings):
         default=False,
         metadata={"help": "use torch's deterministic kernels, where it has them: the same bits in every run on a GPU"},
     )
-    dtype: Literal["float32", "bfloat16", "float64"] = field(
-        default="float32", metadata={"help": "dtype of the parameters; mixed precision is set at launch"}
+    dtype: Dtype = field(
+        default="float32",
+        metadata={
+            "help": "dtype of the parameters; auto: bfloat16, or float16 on a GPU without; mixed precision is set at "
+            "launch, and is fp16 with float16"
+        },
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = field(
         default=None,
@@ -457,10 +468,16 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
                 f"--bf16_stochastic_round is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16 "
                 "or leave it out"
             )
-        if self.ema_decay is not None and self.dtype == "bfloat16":
+        if self.ema_decay is not None and self.dtype in ("auto", "bfloat16", "float16"):
             raise InputError(
-                "--ema_decay averages in the dtype of the weights, and bfloat16 rounds its small changes away: take "
-                "--mixed_precision bf16 in place of --dtype"
+                f"--ema_decay averages in the dtype of the weights, and --dtype {self.dtype} rounds its small changes "
+                "away: take --mixed_precision bf16 or fp16 in place of --dtype"
+            )
+        has_wide_masters = self.offload_optimizer == "step" or getattr(self, "freezes", False)  # adapters are wide
+        if self.dtype == "float16" and not has_wide_masters and not self.eval_only:
+            raise InputError(
+                "--dtype float16 loses small updates of weights that train: add --lora, or --offload_optimizer step, "
+                "which updates in float32, or take --mixed_precision fp16 in place of --dtype"
             )
         if self.in_shards:
             self._check_parts_of_shards()

@@ -69,6 +69,7 @@ from memsave_recipes.activations.offload import HOST_MEMORY
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
 from memsave_recipes.text import SAID
+from memsave_recipes.training.arguments import Dtype
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
@@ -105,7 +106,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
     end_with_launcher()
     request = read_launch_request()
     world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
-    on_cpu = request.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    on_cpu = _stays_on_cpu(request)
     _check_all_started(request, world.world_size, on_cpu)
     if on_cpu:
         _check_cpu_precision(kwargs)
@@ -132,6 +133,31 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
     if not accelerator.is_main_process or not sys.stderr.isatty():
         disable_progress_bar()  # of transformers, which would draw it into a log file, and once a rank
     return accelerator
+
+
+def _stays_on_cpu(request: LaunchRequest) -> bool:
+    return request.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def chosen_dtype(asked: Dtype) -> Dtype:
+    """Return what ``--dtype`` is on the device of the launch: NVIDIA's GPUs before Ampere only emulate bfloat16.
+
+    Raises:
+        InputError: bfloat16 on such a GPU, or float16 without the scaled loss of fp16.
+    """
+    on_cpu = _stays_on_cpu(read_launch_request())
+    emulates = not on_cpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype: Dtype = asked if asked != "auto" else "float16" if emulates else "bfloat16"
+    if dtype == "bfloat16" and emulates:
+        raise InputError(
+            f"--dtype bfloat16: the {torch.cuda.get_device_name()} computes in float16 and not in bfloat16: take "
+            "--dtype float16 with --lora or --offload_optimizer step, or --mixed_precision fp16 in place of --dtype"
+        )
+    if dtype == "float16" and on_cpu:
+        raise InputError("--dtype float16 needs --mixed_precision fp16, which does not work on the CPU: take bfloat16")
+    if dtype == "float16" and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+        raise InputError(f"--dtype {asked} is float16 here, which needs --mixed_precision fp16: take that for bf16")
+    return dtype
 
 
 def launch_parser() -> ArgumentParser:

@@ -272,3 +272,25 @@ def test_a_span_over_frozen_blocks_costs_what_those_behind_them_cost():
     assert simulate(chain, plan).added_s == pytest.approx(sum(block.forward_s for block in blocks[num_frozen:]))
     behind = {point.block for point in timeline(chain, plan) if point.phase in ("backward", "recomputation")}
     assert not behind & {block.name for block in blocks[:num_frozen]}
+
+
+@pytest.mark.parametrize("flags", [{"lora": True}, {"freeze_backbone": True}, {"train_last_blocks": 1}], ids=str)
+def test_what_trains_beside_frozen_weights_in_float16_is_float32(flags):
+    model = bert().half()
+    trained = freeze(model, "SEQ_CLS", **flags)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in trained else torch.float16), name
+
+
+def test_adapters_for_weights_in_float16_come_back_with_every_bit(tmp_path):
+    base_without_head("vit", tmp_path / "base", IMAGES)
+    model = load(tmp_path / "base", 1, auto_class=IMAGES).half()
+    adapted = changed(train_part(model, TrainedPartArguments(lora=True, lora_rank=2), task_type=None))
+    adapted.save_pretrained(tmp_path / "final")
+    base = load(tmp_path / "base", 2, auto_class=IMAGES).half()
+    again = load_adapters(base, tmp_path / "final", task_type=None, source="final")
+    saved, loaded = (
+        {name: one for name, one in each.named_parameters() if "lora_" in name} for each in (adapted, again)
+    )
+    assert any(not torch.equal(one, one.half().float()) for one in saved.values())
+    assert all(torch.equal(loaded[name], one) for name, one in saved.items())

@@ -193,3 +193,12 @@ def test_the_state_is_what_the_optimizer_makes(name, dtype):
     expected = sum(tensor.nbytes for tensor in tensors if tensor.ndim)  # not the counters of steps
     assert state_bytes(name, list(network.parameters()), momentum=0.9) == expected
     assert not state_bytes("sgd", list(network.parameters()))
+
+
+def test_under_fp16_frozen_weights_go_to_float16():
+    network = model()
+    network[0].requires_grad_(False)
+    found = freed(TEXT_FLAGS, network=network, mixed_precision="fp16")
+    assert found["--dtype float16"] == 2 * WEIGHT
+    assert not any("bf" in flags for flags in found)
+    assert "--dtype float16" not in freed(TEXT_FLAGS, mixed_precision="fp16")

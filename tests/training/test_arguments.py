@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 import yaml
 
 from memsave_recipes.errors import InputError
@@ -27,7 +28,7 @@ def parse(*args):
         ["--num_epochs", "nan"],
         ["--max_steps", "0"],
         ["--seed", "-1"],
-        ["--dtype", "float16"],
+        ["--dtype", "float8"],
         ["--logging_steps", "0"],
         ["--dataloader_num_workers", "-1"],
         ["--learning_rate", "-1"],
@@ -233,3 +234,22 @@ def test_bytes_that_are_no_text_are_refused():
 def test_flags_with_dashes_are_known_to_the_planner_too():
     words = underscored(["--micro-batch-size=2", "--max-steps", "a-b", "x-y"])
     assert words == ("--micro_batch_size=2", "--max_steps", "a-b", "x-y")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "--dtype float16 loses small updates .*--lora, or --offload_optimizer step, .*--mixed_precision fp16"),
+        ({"offload_optimizer": "state"}, "add --lora, or --offload_optimizer step"),
+        ({"offload_optimizer": "step", "ema_decay": 0.9}, "--ema_decay averages .*--dtype float16 rounds"),
+        ({"offload_optimizer": "step", "bf16_stochastic_round": True}, "these are float16: add --dtype bfloat16"),
+    ],
+)
+def test_weights_that_train_in_float16_need_wide_masters(flags, words):
+    with pytest.raises(InputError, match=words):
+        RecipeArguments(output_dir="run", dtype="float16", **flags)
+
+
+def test_float16_is_for_weights_that_do_not_train_or_have_masters_or_are_evaluated():
+    for flags in ({"offload_optimizer": "step"}, {"eval_only": True}):
+        assert RecipeArguments(output_dir="run", dtype="float16", **flags).torch_dtype == torch.float16

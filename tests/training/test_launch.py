@@ -23,7 +23,13 @@ from transformers.utils import logging
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import launch_arguments
 from memsave_recipes.training import launch
-from memsave_recipes.training.launch import LaunchRequest, parse_launch_request, read_launch_request, start_accelerator
+from memsave_recipes.training.launch import (
+    LaunchRequest,
+    chosen_dtype,
+    parse_launch_request,
+    read_launch_request,
+    start_accelerator,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -289,6 +295,16 @@ class Machine:
         for name, value in environment.items():
             self._monkeypatch.setenv(name, value)
 
+    def set_card(self, capability: int | None, **environment: str) -> None:
+        """A GPU of this compute capability, which only emulates bfloat16 below 8; ``None`` for a CPU alone."""
+        has_card = capability is not None
+        self.set(devices=int(has_card), joined=1, **environment)
+        self._monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+        self._monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+        self._monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or capability >= 8
+        )
+
     def refusal(self) -> str:
         """The one line with which this launch is refused; no Accelerator may have been built."""
         with pytest.raises(InputError) as refused:
@@ -362,6 +378,39 @@ class TestDevice:
         monkeypatch.setattr(launch, "sys", SimpleNamespace(platform="win32"))
         machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         assert "NCCL, which is not there on Windows" in machine.refusal()
+
+    @pytest.mark.parametrize(
+        ("capability", "asked", "expected"),
+        [
+            *((7, "auto", "float16"), (7, "float16", "float16"), (7, "float32", "float32")),
+            *((8, "auto", "bfloat16"), (8, "bfloat16", "bfloat16"), (8, "float16", "float16")),
+            *((None, "auto", "bfloat16"), (None, "bfloat16", "bfloat16"), (None, "float64", "float64")),
+        ],
+    )
+    def test_the_dtype_is_one_that_the_device_computes_in(
+        self, machine: Machine, capability: int | None, asked: str, expected: str
+    ) -> None:
+        machine.set_card(capability)
+        assert chosen_dtype(asked) == expected
+        machine.set(devices=1, joined=1, ACCELERATE_USE_CPU="true")
+        if asked == "auto":
+            assert chosen_dtype(asked) == "bfloat16"
+
+    @pytest.mark.parametrize(
+        ("capability", "precision", "asked", "words"),
+        [
+            (7, "no", "bfloat16", "--dtype bfloat16: the Tesla T4 .*--dtype float16 with --lora or .*fp16 in place"),
+            (None, "no", "float16", "--dtype float16 needs --mixed_precision fp16.*CPU: take bfloat16"),
+            (8, "bf16", "float16", "--dtype float16 .* needs --mixed_precision fp16"),
+            (7, "bf16", "auto", "--dtype auto is float16 here, which needs --mixed_precision fp16"),
+        ],
+    )
+    def test_another_dtype_is_refused(
+        self, machine: Machine, capability: int | None, precision: str, asked: str, words: str
+    ) -> None:
+        machine.set_card(capability, ACCELERATE_MIXED_PRECISION=precision)
+        with pytest.raises(InputError, match=words):
+            chosen_dtype(asked)
 
     def test_fp16_on_the_cpu_is_refused(self, machine: Machine) -> None:
         machine.set(devices=0, joined=1, ACCELERATE_MIXED_PRECISION="fp16")

@@ -78,7 +78,7 @@ RUN = {
     "seed": whole("0", "7", "123456789", least=0, odd=("4294967295", "4294967296")),
     "full_determinism": Values(*SWITCH),
     "matmul_precision": Values(("highest", "high", "medium"), (None, "", "low")),
-    "dtype": Values(("float32", "bfloat16", "float64"), (None, "", "float16", "Float32", "32")),
+    "dtype": Values(("float32", "bfloat16", "float64", "auto"), (None, "", "float16", "Float32", "32")),
     "sync_batchnorm": Values(("no",), SWITCH[1]),
     "batchnorm": Values(("local",), (None, "", "Global"), ("global",)),
     "dataloader_num_workers": whole("0", "1", least=0),
