@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from lives import FLAGS, ROOT, end_of, launch, loaded, rows_of, wait_for_checkpoint
 from safetensors.torch import load_file
 
+T4 = {"CAPABILITY": 7.5, "NAME": "Tesla T4", "GIB": 15}
 NO_DROPOUT = {
     "image_classification": "",
     "language_modeling": ",resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
@@ -31,12 +32,12 @@ def flags_of(recipe):
     return flags
 
 
-def train_here(recipe, folder):
+def train_here(recipe, folder, *flags):
     """On one rank of the CPU, in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch, loaded(recipe) as module:
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        module.main([*flags_of(recipe), "--report_to", "none", "--output_dir", str(folder)])
+        module.main([*flags_of(recipe), *flags, "--report_to", "none", "--output_dir", str(folder)])
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -133,3 +134,44 @@ def test_a_launch_for_several_devices_runs_on_one(on_devices, tmp_path):
     code, output = end_of(launch("language_modeling", "multi_gpu", *flags, num_ranks=1, **options))
     assert code == 0, output
     assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_adapters_of_a_t4_train_as_in_float32_on_a_cpu(on_devices, tmp_path):
+    """Its frozen weights are float16, and its activations, whose numbers are off by up to a 2048th each."""
+    recipe, folder, expected = "language_modeling", tmp_path / "t4", tmp_path / "cpu"
+    options = {"common": flags_of(recipe), "environment": on_devices(1, POISON=1, **T4)}
+    process = launch(recipe, "single_gpu", "--lora", "--dtype", "auto", folder=folder, **options)
+    train_here(recipe, expected, "--lora")
+    code, output = end_of(process)
+    assert code == 0, output
+    assert "--dtype auto: float16, with fp16" in output
+    results, config = (json.loads((folder / name).read_text()) for name in ("results.json", "config.json"))
+    assert (results["device"], results["mixed_precision"], config["dtype"]) == ("Tesla T4", "fp16", "float16")
+    for key in ("train/loss", "eval/loss"):
+        losses, others = ([row[key] for row in rows_of(run) if key in row] for run in (folder, expected))
+        assert losses == pytest.approx(others, rel=2**-11)
+    adapters, others = (load_file(run / "final" / "adapter_model.safetensors") for run in (folder, expected))
+    assert adapters.keys() == others.keys()
+    for name, weight in adapters.items():
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight, others[name], rtol=2**-9, atol=2**-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--dtype", "bfloat16", "--lora"],
+            "the Tesla T4 computes in float16 and not in bfloat16: take --dtype float16",
+        ),
+        (["--dtype", "auto"], "--dtype float16 loses small updates of weights that train: add --lora"),
+    ],
+)
+def test_a_t4_refuses_what_it_cannot_train(flags, words, on_devices, tmp_path):
+    options = {"common": flags_of("language_modeling"), "environment": on_devices(1, **T4)}
+    code, output = end_of(launch("language_modeling", "single_gpu", *flags, folder=tmp_path / "t4", **options))
+    assert words in output
+    assert "non-zero exit status 2" in output  # the launcher's own is 1
+    assert code == 1

@@ -85,6 +85,10 @@ MORE_ON_ONE_DEVICE = {
     "ViT, weights, bf16": Case([*VIT, *RECOMPUTED], IMAGES, precision="bf16", lives=(STREAMED, STREAMED)),
     "DenseNet, step, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES, lives=(STEP, STEP)),
     "ViT, accumulated, fp16, step": Case([*VIT, *ACCUMULATED], IMAGES, precision="fp16", lives=(STEP, STEP)),
+    "float16, accumulated, killed": Case(
+        [*LLAMA, "--dtype", "float16", *STEP, *ACCUMULATED], precision="fp16", lives=([], [])
+    ),
+    "LoRA in float16, killed": Case([*LLAMA, *ACCUMULATED, "--lora", "--dtype", "float16"], lives=([], [])),
     "an average, weights": Case(
         [*LLAMA, *RECOMPUTED, "--ema_decay", "0.9", "--eval_steps", "1"], lives=(STREAMED, STREAMED)
     ),
