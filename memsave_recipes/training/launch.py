@@ -145,6 +145,8 @@ def chosen_dtype(asked: Dtype) -> Dtype:
     Raises:
         InputError: bfloat16 on such a GPU, or float16 without the scaled loss of fp16.
     """
+    if asked in ("float32", "float64"):
+        return asked
     on_cpu = _stays_on_cpu(read_launch_request())
     emulates = not on_cpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
     dtype: Dtype = asked if asked != "auto" else "float16" if emulates else "bfloat16"
