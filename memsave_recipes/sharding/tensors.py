@@ -99,14 +99,16 @@ def norms_over_ranks(norms: Tensor, like: Tensor) -> Tensor:
     return (squares**0.5).cpu()
 
 
-def collected(part: Tensor, like: DTensor, rank: int) -> Tensor | None:
+def collected(part: Tensor, like: Tensor, rank: int) -> Tensor | None:
     """On ``rank`` of each group the whole tensor of which this rank has ``part``; ``None`` on the others.
 
-    A collective within the groups that hold one model.
+    A collective within the groups that hold one model; ``part`` itself where that is all of it.
 
     Args:
         like: a tensor in the same shards.
     """
+    if not isinstance(like, DTensor):
+        return part
     rows = most_rows(like)
     sent = part.new_zeros((rows, *like.shape[1:]))
     sent[: len(part)] = part
@@ -117,15 +119,18 @@ def collected(part: Tensor, like: DTensor, rank: int) -> Tensor | None:
     return None if received is None else received[: like.shape[0]]
 
 
-def handed_out(tensor: Tensor | None, like: DTensor, rank: int, dtype: torch.dtype) -> Tensor:
+def handed_out(tensor: Tensor | None, like: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """This rank's part of the whole ``tensor`` of ``rank`` of each group; the ``tensor`` of others is not looked at.
 
-    A collective within the groups that hold one model.
+    A collective within the groups that hold one model; ``tensor`` itself where nothing is cut up.
 
     Args:
         like: a tensor in the shards that it is cut into.
         dtype: of ``tensor``.
     """
+    if not isinstance(like, DTensor):
+        assert tensor is not None, "there is no other rank"
+        return tensor
     rows, part = most_rows(like), local(like)
     received = torch.empty((rows, *like.shape[1:]), dtype=dtype, device=part.device)
     buffers = None

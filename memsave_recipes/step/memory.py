@@ -343,22 +343,19 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, 
 
 
 def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
-    """The update, and in bfloat16 two iterates of its Newton-Schulz and two square matrices.
+    """In bfloat16 what is orthogonalised, two iterates and two square matrices; or the update and the stepped weight.
 
-    On a CPU also what oneDNN takes where it multiplies bfloat16: ``_packed_bytes``. torch itself does where there is
-    neither AVX-512 nor its like, and takes ``TRANSPOSING``. Of shards the update is collected in bfloat16; before,
-    that of the next matrix is made beside it, and cast twice.
+    On a CPU the update is cast to be added, and oneDNN takes ``_packed_bytes`` where it multiplies bfloat16. torch
+    itself does where there is neither AVX-512 nor its like, and takes ``TRANSPOSING``. Of shards the direction of the
+    next matrix is made beside a collected one, and cast twice.
     """
-    if num_ranks > 1:
-        collected = torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")
-        numel = part_numel(matrix, num_ranks)
-        cast = collected.nbytes + numel * (matrix.element_size() + 2 * collected.element_size())
-        return max(cast, _muon_bytes(collected, on_cpu=on_cpu))
-    iterate, square = 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
-    scratch = 0
+    numel, iterate, square = part_numel(matrix, num_ranks), 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
+    part, scratch = numel * matrix.element_size(), 0
     if on_cpu:
         scratch = _packed_bytes(matrix) if onednn_multiplies_bfloat16() else TRANSPOSING
-    return matrix.nbytes + 2 * iterate + 2 * square + scratch
+    collecting = iterate + part + (2 + 2) * numel if num_ranks > 1 else 0
+    stepping = iterate + part + (part if on_cpu and matrix.dtype != torch.bfloat16 else 0)
+    return max(collecting, stepping, 3 * iterate + 2 * square + scratch)
 
 
 def _packed_bytes(matrix: Tensor) -> int:

@@ -10,7 +10,8 @@ NOTE [ Muon ]
    https://arxiv.org/abs/2502.16982). torch's default, ``original``, needs a rate of its own, and takes the rows of a
    weight for its outputs, which are the columns in GPT-2.
 3. Momentum (0.95, Nesterov), the coefficients and the number of Newton-Schulz iterations are torch's defaults.
-4. Muon takes no ``found_inf``, so the host waits for the norm of the gradient: rule 2 of NOTE [ not finite ].
+4. torch's Muon takes no ``found_inf``, so the host would wait for the norm of the gradient in each step: rule 2 of NOTE
+   [ not finite ]. ``MuonOfParts`` does its arithmetic, and keeps momentum and weights where that is set.
 5. Of matrices in shards each rank has some rows, and the orthogonalisation needs all: products of shards would be sums
    over ranks, rounded to bfloat16 in another order. So momentum and weights are updated part by part; in between one
    rank of the group collects a matrix, orthogonalises it by torch's function and hands the rows out. That begins in
@@ -25,8 +26,10 @@ NOTE [ stochastic rounding ]
 2. So are rounded the weight and both moments, which are bfloat16; the update is computed in float32. Parameters of
    another dtype are updated without that.
 3. A parameter is updated in slices along its first dimension, so that the float32 copies take no more than
-   ``slice_bytes``. No ``found_inf`` is taken, as by Muon.
-4. The random bits depend on the seed, the number of the update, that of the parameter and that of the slice. So ranks
+   ``slice_bytes``.
+4. Where ``found_inf`` is set, weights and moments stay as they are. The host counts the updates all the same, which is
+   right for the last step of a run alone.
+5. The random bits depend on the seed, the number of the update, that of the parameter and that of the slice. So ranks
    with equal gradients keep equal weights, and a run that goes on has the bits of one that was not interrupted. A rank
    in shards draws those of the slices that it has rows of, and rounds as one rank does.
 """
@@ -53,12 +56,13 @@ class MuonWithAdamW(Optimizer):
         of_adamw: ``betas`` and ``eps``.
     """
 
+    found_inf: Tensor | None = None
+    takes_found_inf = True
+
     def __init__(
         self, matrices: list[dict[str, Any]], others: ParamsT, *, lr: float, weight_decay: float, **of_adamw: Any
     ) -> None:
-        is_cut = any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"])
-        kind = MuonInShards if is_cut else Muon
-        self._muon = kind(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._muon = MuonOfParts(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self._adamw = AdamW(others, lr=lr, weight_decay=weight_decay, fused=True, **of_adamw)
         groups = [
             *({**group, "use_muon": True} for group in self._muon.param_groups),
@@ -69,6 +73,7 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        self._adamw.found_inf, self._muon.left_out = self.found_inf, is_set(self.found_inf)  # type: ignore[attr-defined]
         parts: list[tuple[Optimizer, bool]] = [(self._muon, True), (self._adamw, False)]
         for optimizer, uses_muon in parts:
             optimizer.state = self.state  # both are others after load_state_dict, which Accelerate calls
@@ -77,8 +82,16 @@ class MuonWithAdamW(Optimizer):
         return loss
 
 
-class MuonInShards(Muon):
-    """``torch.optim.Muon`` for matrices in shards: rule 5 of NOTE [ Muon ]. ``step`` is for all ranks."""
+class MuonOfParts(Muon):
+    """``torch.optim.Muon``, bit for bit, also for matrices in shards: rules 4 and 5 of NOTE [ Muon ].
+
+    Of those, ``step`` is for all ranks.
+
+    Attributes:
+        left_out: whether the step changes nothing, on the device.
+    """
+
+    left_out: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,26 +105,42 @@ class MuonInShards(Muon):
                 self._step_some(matrices[begin : begin + num_ranks], group)
         return loss
 
-    def _step_some(self, matrices: list[DTensor], group: dict[str, Any]) -> None:
-        """At most as many as a group has ranks; each rank orthogonalises one."""
+    def _step_some(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """At most as many as a group has ranks."""
+        mine = self._orthogonalised(matrices, group)
+        for rank, matrix in enumerate(matrices):
+            update, weight = handed_out(mine, matrix, rank, torch.bfloat16), local(matrix)
+            stepped = weight * (1 - group["lr"] * group["weight_decay"])
+            stepped.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
+            write(weight, stepped, self.left_out)
+
+    def _orthogonalised(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor | None:
+        """The update of one of the matrices, the one that is this rank's; the last ranks may have none."""
         found = [collected(self._direction(matrix, group), matrix, rank) for rank, matrix in enumerate(matrices)]
         mine = next((matrix for matrix in found if matrix is not None), None)
-        if mine is not None:
-            mine = _zeropower_via_newtonschulz(mine, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        for rank, matrix in enumerate(matrices):
-            update = handed_out(mine, matrix, rank, torch.bfloat16)
-            weight = local(matrix).mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
+        if mine is None:
+            return None
+        return _zeropower_via_newtonschulz(mine, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-    def _direction(self, matrix: DTensor, group: dict[str, Any]) -> Tensor:
+    def _direction(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of what is orthogonalised: the gradient with the momentum that it has moved."""
-        state, in_shards = self.state[matrix], matrix.grad
-        assert in_shards is not None, "checked by step"
+        state, whole_or_shards = self.state[matrix], matrix.grad
+        assert whole_or_shards is not None, "checked by step"
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(in_shards)
-        gradient, momentum = local(in_shards), local(state["momentum_buffer"])
-        momentum.lerp_(gradient, 1 - group["momentum"])
+            state["momentum_buffer"] = torch.zeros_like(whole_or_shards)
+        gradient, momentum = local(whole_or_shards), local(state["momentum_buffer"])
+        write(momentum, momentum.lerp(gradient, 1 - group["momentum"]), self.left_out)
         return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
+
+
+def is_set(found_inf: Tensor | None) -> Tensor | None:
+    """What ``write`` takes, made once a step."""
+    return None if found_inf is None else found_inf.bool()
+
+
+def write(target: Tensor, value: Tensor, left_out: Tensor | None) -> None:
+    """Give ``target`` the ``value``, whose memory is free afterwards, unless ``left_out`` is true on the device."""
+    target.copy_(value if left_out is None else torch.where(left_out, target, value, out=value))
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -142,6 +171,10 @@ class StochasticAdamW(Optimizer):
         seed: of the rounding.
     """
 
+    found_inf: Tensor | None = None
+    takes_found_inf = True
+    counts_on_host = True
+
     def __init__(
         self,
         parameters: ParamsT,
@@ -161,13 +194,14 @@ class StochasticAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        left_out = is_set(self.found_inf)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group)
+                    self._step_one(parameter, parameter.grad, group, left_out)
         return loss
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], left_out: Tensor | None) -> None:
         state = self.state[parameter]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
@@ -184,7 +218,7 @@ class StochasticAdamW(Optimizer):
             shape = min(rows, _length(parameter) - at), *parameter.shape[1:]
             draw = partial(_random_bits, random, shape, slice(first - at, last - at))
             weight, of_weight, mean, square = (part[first - begin : last - begin] for part in parts)
-            _adamw_(weight, of_weight.float(), mean, square, group, state["step"], draw)
+            _adamw_(weight, of_weight.float(), mean, square, group, state["step"], draw, left_out)
 
 
 def _random_bits(random: torch.Generator, shape: tuple[int, ...], rows: slice) -> Tensor:
@@ -200,6 +234,7 @@ def _adamw_(
     group: dict[str, Any],
     step: int,
     draw: Callable[[], Tensor],
+    left_out: Tensor | None,
 ) -> None:
     """The update of a slice, by the formula of ``torch.optim.AdamW`` in float32; ``draw`` makes random bits for it."""
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -211,7 +246,7 @@ def _adamw_(
     for target, value in ((mean, new_mean), (square, new_square), (weight, new_weight)):
         if target.dtype == torch.bfloat16:
             round_stochastically_(value, draw())
-        target.copy_(value)
+        write(target, value, left_out)
 
 
 def round_stochastically_(value: Tensor, bits: Tensor) -> None:

@@ -12,8 +12,9 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
    has to ask another one.
 2. The host does not look at the norm before the optimizer steps: it would have to wait for the device in each step, and
    could no longer queue the next one meanwhile. The fused optimizers take a ``found_inf`` on the device, as gradient
-   scalers give it to them, and then change neither weights nor their own state. Those that take none (Adafactor, Muon,
-   AdamW in 8 bits or with stochastic rounding) are waited for.
+   scalers give it to them, and then change neither weights nor their own state; so do Muon and AdamW with stochastic
+   rounding. That one counts its updates on the host, which is wrong behind a step that is left out: it is waited for
+   where a run goes on behind one. So are those that take none: Adafactor, AdamW in 8 bits, SGD in shards.
 3. The host looks where it waits for the device in any case: at the end of a logging window, and before a checkpoint is
    saved. There ``StepLosses`` stops the run or counts the step, so the steps in between are computed in vain.
 4. With fp16 the scaler leaves steps out whose gradient overflows, as a matter of course; then the loss alone is judged.
@@ -327,7 +328,7 @@ class NonFiniteGuard:
     ) -> None:
         self.has_scaler = accelerator.scaler is not None
         self.optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper hands nothing on
-        self.takes_found_inf = not waits and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self.takes_found_inf = not waits and _takes_found_inf(self.optimizer, goes_on=skips > 0)
         norms = [module for module in model.modules() if skips and isinstance(module, _BatchNorm)]
         self.statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 
@@ -348,6 +349,14 @@ class NonFiniteGuard:
             self.optimizer.found_inf = is_bad.to(torch.float32)
             return True
         return not is_bad.item()
+
+
+def _takes_found_inf(optimizer: Any, *, goes_on: bool) -> bool:
+    """Rule 2 of NOTE [ not finite ]."""
+    if goes_on and getattr(optimizer, "counts_on_host", False):
+        return False
+    of_torch = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return of_torch or getattr(optimizer, "takes_found_inf", False)
 
 
 class StepLosses:

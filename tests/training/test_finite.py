@@ -1,6 +1,8 @@
 """A loss that is not finite on one rank reaches no weight on any, and every rank says the same of it."""
 
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.step.update_rules import MuonWithAdamW
+from memsave_recipes.step.update_rules import MuonWithAdamW, StochasticAdamW
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, StepLosses
 
@@ -18,6 +20,7 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
     "muon": lambda parameters: muon_with_adamw(list(parameters)),
+    "adamw_bf16": lambda parameters: StochasticAdamW(parameters, lr=0.1, weight_decay=0.0, seed=0),
 }
 
 
@@ -72,6 +75,17 @@ def test_such_steps_change_nothing_on_any_rank(run_on_ranks, optimizer, factor, 
         assert state["skipped_steps"] == 2
         assert len(state["losses"]) == 3
     assert len({str(state) for _, state, _ in results}) == 1
+
+
+@pytest.mark.parametrize("skips", [0, 1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_whom_the_host_waits_for(optimizer, skips):
+    """A norm without a value can be compared, but not read: what counts on the host has to know, if the run goes on."""
+    stepped = OPTIMIZERS[optimizer]([nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))])
+    guard = NonFiniteGuard(SimpleNamespace(scaler=None), nn.Linear(4, 4), stepped, skips=skips)
+    waits = optimizer == "adafactor" or (optimizer == "adamw_bf16" and skips > 0)
+    with pytest.raises(RuntimeError, match="meta") if waits else nullcontext():
+        assert guard.should_step(None, torch.empty((), device="meta"))
 
 
 def test_every_rank_stops_with_the_same_words(run_on_ranks):
