@@ -36,7 +36,12 @@ from memsave_recipes.data.text.tokenizers import (
 )
 from memsave_recipes.losses import REGRESSION, SINGLE, LabelLoss
 from memsave_recipes.models.adapters import merged
-from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
+from memsave_recipes.models.pretrained import (
+    TransformerArguments,
+    build_text_classifier,
+    configuration_of,
+    padding_known,
+)
 from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 from memsave_recipes.recipe import (
@@ -183,7 +188,8 @@ def describe(
 
 def logits_of_texts(model: nn.Module, batch: Batch) -> Tensor:
     """The (B, num_classes) logits in at least float32."""
-    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    with padding_known(batch.get("is_padded")):
+        logits = model(**{name: value for name, value in batch.items() if name not in ("labels", "is_padded")}).logits
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

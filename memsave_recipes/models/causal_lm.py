@@ -28,6 +28,7 @@ from memsave_recipes.losses import (
     tied_gradient,
 )
 from memsave_recipes.models.packed_attention import DocumentLengths, Documents, attends_by_document, evaluating
+from memsave_recipes.models.pretrained import padding_known
 from memsave_recipes.text import printable_lines
 
 LossKind = Literal["auto", "chunked", "full", "liger"]
@@ -69,12 +70,13 @@ class CausalLMLoss(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         document_lengths: DocumentLengths | None = None,
+        is_padded: bool | None = None,
         **attention: Any,
     ) -> Tensor:
         """Compute the summed loss, a scalar in at least float32, of tensors (B, T).
 
         Labels are not shifted; -100 does not count. Position ids that start again keep documents apart, if there is no
-        attention mask. Further arguments go to the model's attention.
+        attention mask. ``is_padded`` is for ``padding_known``. Further arguments go to the model's attention.
         """
         inputs = attention if self.takes_attention else {}
         inputs |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
@@ -84,10 +86,11 @@ class CausalLMLoss(nn.Module):
             inputs["document_lengths"] = Documents(document_lengths)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
-            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
+            with padding_known(is_padded):
+                logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
             logits = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
-        with self._tied(self.head.linear) as tied:
+        with self._tied(self.head.linear) as tied, padding_known(is_padded):
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
         compiles = hidden.is_cuda and vars(self.model)["compiles_loss"]  # on a CPU it may take longer
         settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}

@@ -4,8 +4,8 @@ A folder of adapters names the model that they were trained on; ``adapters.py`` 
 """
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
@@ -23,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.errors import InputError
@@ -260,6 +263,28 @@ def build_text_classifier(
     if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
         model.config.decoder_start_token_id = model.config.pad_token_id  # as in T5's own configurations
     return model
+
+
+@contextmanager
+def padding_known(is_padded: bool | None) -> Iterator[None]:
+    """Tell a forward inside whether its rows are padded, so that it makes the masks it would make without asking.
+
+    transformers leaves out a mask that hides nothing. To find that out, it waits for the device.
+
+    Args:
+        is_padded: whether any row is; ``None``: not known.
+    """
+
+    def mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if is_padded and attention_mask is not None:
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return sdpa_mask(attention_mask=attention_mask if is_padded else None, **options)
+
+    AttentionMaskInterface.register("sdpa", sdpa_mask if is_padded is None else mask)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("sdpa", sdpa_mask)
 
 
 def configuration_of(flags: TransformerArguments) -> PreTrainedConfig:

@@ -197,7 +197,8 @@ def test_batches_are_the_same_from_workers_and_after_pickling(on_disk, tokenizer
     )
     for left, right in zip(*loaders, strict=True):
         assert left.keys() == right.keys()
-        assert left.pop("document_lengths", None) == right.pop("document_lengths", None)
+        for name in ("document_lengths", "is_padded"):
+            assert left.pop(name, None) == right.pop(name, None)
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -267,7 +268,9 @@ def test_padded_samples_hold_every_token_of_one_document(documents, tokenizer, b
 def test_samples_are_filled_up_on_the_right(documents, tokenizer):
     padded = pad(documents, tokenizer, 500)
     short, long, uncounted = padded[1], padded[2], padded[Key(0, 0, False)]
+    assert padded.collate([long])["is_padded"] is False
     batch = padded.collate([short, long, uncounted])
+    assert batch.pop("is_padded") is True
     length, longest = len(short["input_ids"]), len(long["input_ids"])
     assert {values.shape for values in batch.values()} == {(3, longest)}
     assert batch["attention_mask"][0].tolist() == [1] * length + [0] * (longest - length)

@@ -63,7 +63,8 @@ def test_a_micro_batch_is_as_long_as_its_longest_text(tokenizer, pairs):
         samples = [tokens.train[index] for index in indices]
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch = tokens.train.collate(samples)
-        assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+        assert batch.keys() == {"input_ids", "attention_mask", "labels", "is_padded"}
+        assert batch["is_padded"] is (len(lengths.unique()) > 1)
         assert batch["input_ids"].shape == (len(indices), lengths.max())
         assert torch.equal(batch["attention_mask"].sum(dim=1), lengths)
         assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()

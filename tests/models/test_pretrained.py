@@ -13,7 +13,12 @@ from transformers import (
 )
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.models.pretrained import (
+    TransformerArguments,
+    build_text_classifier,
+    build_transformer,
+    padding_known,
+)
 
 TINY = "n_layer=2,n_head=2,n_embd=16"
 
@@ -144,3 +149,41 @@ def test_contradictions(flags, message):
 def test_models_that_cannot_be_made(flags, message):
     with pytest.raises(InputError, match=message):
         build_transformer(AutoModelForCausalLM, TransformerArguments(**flags), dtype=torch.float32)
+
+
+SMALL = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=32"
+CLASSIFIERS = {
+    "bert": SMALL,
+    "modernbert": f"{SMALL},local_attention=4",
+    "mistral": f"{SMALL},num_key_value_heads=2,sliding_window=4",
+    "gpt2": TINY,
+}
+
+
+@pytest.mark.parametrize("model_type", CLASSIFIERS)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_masks_are_the_same_where_the_padding_is_known(model_type, is_padded):
+    """Bit for bit, of encoders and decoders, with windows and without."""
+    flags = TransformerArguments(model_type=model_type, config_overrides=CLASSIFIERS[model_type])
+    options = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    options |= {"cls_token_id": 1, "sep_token_id": 1}
+    model = build_text_classifier(flags, ("one", "two"), torch.float32, **options).eval()
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[0, 5:] = int(not is_padded)
+    batch = {"input_ids": torch.arange(2, 26).view(3, 8) * mask, "attention_mask": mask}
+    expected = model(**batch).logits
+    with padding_known(is_padded):
+        logits = model(**batch).logits
+    assert torch.equal(logits, expected)
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_what_is_known_of_the_padding_is_believed():
+    """A mask is left out where nothing is said to be padded, and read where transformers would leave it out."""
+    flags = TransformerArguments(model_type="bert", config_overrides=SMALL)
+    model = build_text_classifier(flags, ("one", "two"), torch.float32, vocab_size=50, pad_token_id=0).eval()
+    tokens, mask = torch.arange(2, 18).view(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, 5:] = 0
+    with padding_known(False):
+        assert torch.equal(model(input_ids=tokens, attention_mask=mask).logits, model(input_ids=tokens).logits)
+    assert not torch.equal(model(input_ids=tokens, attention_mask=mask).logits, model(input_ids=tokens).logits)

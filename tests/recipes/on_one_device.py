@@ -24,7 +24,15 @@ from lives import FLAGS  # noqa: E402
 from memsave_recipes.checkpoints.state import RankState  # noqa: E402
 from memsave_recipes.run.training_run import TrainingRun  # noqa: E402
 
+DECODER = ["--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
 RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, language_modeling, text_classification)]
+RUNS += [
+    ("rows that are not packed", language_modeling, ["--no_packing"]),
+    ("a classifier that is a decoder", text_classification, DECODER),
+    ("muon", language_modeling, ["--optimizer", "muon"]),
+    ("stochastic rounding", language_modeling, ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
+    ("adafactor", language_modeling, ["--optimizer", "adafactor"]),
+]
 RUNS.append(
     ("state on the host", language_modeling, ["--offload_optimizer", "state", "--async_save", "--save_every", "3"])
 )
@@ -45,7 +53,7 @@ def main(folder: Path) -> None:
     def copied_and_counted(*args):
         before = Counter(waits)
         state = copied(*args)
-        found["a copy of a checkpoint"] = {_describe(*wait): count for wait, count in (waits - before).items()}
+        found["a copy of a checkpoint"] = _by_line(waits - before)
         return state
 
     RankState.copied = copied_and_counted
@@ -58,7 +66,7 @@ def main(folder: Path) -> None:
                 if number == STEP - 1:
                     before.update(waits)
                 if number == STEP:
-                    found[name] = {_describe(*wait): count for wait, count in (waits - before).items()}
+                    found[name] = _by_line(waits - before)
 
         TrainingRun.steps = counted
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -71,8 +79,12 @@ def main(folder: Path) -> None:
     language_modeling.main([*FLAGS["language_modeling"], *plan, "--output_dir", str(folder / "offloaded")])
 
 
-def _describe(kind: str, where: str) -> str:
-    return f"{kind}: {re.sub(r':[0-9]+', '', where)}"  # lines move
+def _by_line(counted: Counter[tuple[str, str]]) -> dict[str, int]:
+    """Without the numbers of lines, which move."""
+    found: Counter[str] = Counter()
+    for (kind, where), count in counted.items():
+        found[f"{kind}: {re.sub(r':[0-9]+', '', where)}"] += count
+    return dict(found)
 
 
 main(Path(sys.argv[1]))

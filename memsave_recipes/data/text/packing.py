@@ -94,16 +94,17 @@ class Rows(Dataset[Batch]):
     def collate(self, rows: list[Batch]) -> Batch:
         """Make a batch (B, T) with ``document_lengths``, or (1, B * T) with ``document_ends`` for ``one_row``.
 
-        Without packing (B, longest), filled up on the right, where ``attention_mask`` is 0.
+        Without packing (B, longest), filled up on the right, where ``attention_mask`` is 0; with ``is_padded``.
         """
         if not self.packing:
             values = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, "attention_mask": 0}
             samples = [row | {"attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
-            return {
+            batch: dict[str, Any] = {
                 name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
                 for name, value in values.items()
             }
-        batch: dict[str, Any] = default_collate(rows)
+            return batch | {"is_padded": not bool(batch["attention_mask"].all())}
+        batch = default_collate(rows)
         if not self.one_row:
             return batch | {"document_lengths": document_lengths(batch["position_ids"])}
         batch = {name: values.view(1, -1) for name, values in batch.items()}

@@ -27,7 +27,6 @@ import torch
 from datasets import Features, List, Value
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
 from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -314,9 +313,13 @@ class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
         sample: dict[str, Any] = self.rows[index]
         return sample | {"label": label_of(sample["label"], self.num_labels, counted=counted)}
 
-    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``attention_mask`` int64 (B, T), T the longest sample; ``labels`` of ``LabelLoss``."""
-        return dict(DataCollatorWithPadding(self.tokenizer)(samples))
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return ``input_ids``, ``attention_mask`` int64 (B, T), T the longest sample; ``labels`` of ``LabelLoss``.
+
+        ``is_padded`` is for ``padding_known``.
+        """
+        batch = dict(DataCollatorWithPadding(self.tokenizer)(samples))
+        return batch | {"is_padded": not bool(batch["attention_mask"].all())}
 
 
 class TokenizedSplits(NamedTuple):
