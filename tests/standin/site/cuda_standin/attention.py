@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_standin.waits import as_one
+
 HALF = (torch.float16, torch.bfloat16)
 LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -109,8 +111,8 @@ def _varlen_backward(
 # ---- scaled_dot_product_attention: (B, H, T, D) -----------------------------------------------------------------
 
 
-def _rows(num_rows: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32).to(device)
+def _rows(num_rows: int, length: int, like: Tensor) -> Tensor:
+    return _to_device(torch.arange(0, (num_rows + 1) * length, length), like, torch.int32)
 
 
 def _flat(states: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def _flat(states: Tensor) -> Tensor:
 def _flash_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     rows, _, num_q, _ = query.shape
     num_k = key.shape[2]
-    bounds = _rows(rows, num_q, query.device), _rows(rows, num_k, query.device)
+    bounds = _rows(rows, num_q, query), _rows(rows, num_k, query)
     flat = (_flat(states) for states in (query, key, value))
     out, sums, *state = _varlen_forward(*flat, *bounds, num_q, num_k, dropout_p, is_causal, False, scale=scale)
     sums = sums.unflatten(1, (rows, num_q)).transpose(0, 1).contiguous()  # (B, H, T)
@@ -133,7 +135,7 @@ def _flash_backward(
     *, scale=None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows = len(query)
-    bounds = _rows(rows, query.shape[2], query.device), _rows(rows, key.shape[2], query.device)
+    bounds = _rows(rows, query.shape[2], query), _rows(rows, key.shape[2], query)
     flat = (_flat(states) for states in (grad_out, query, key, value, out))
     made = _varlen_backward(*flat, None, *bounds, max_q, max_k, 0.0, is_causal, seed, offset, scale=scale)
     return tuple(gradient.unflatten(0, (rows, -1)).transpose(1, 2) for gradient in made)
@@ -175,4 +177,4 @@ def install() -> None:
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     }
     for name, kernel in kernels.items():
-        LIBRARY.impl(name, kernel, "CUDA")
+        LIBRARY.impl(name, as_one(kernel), "CUDA")

@@ -1,6 +1,6 @@
-"""What the host waits for, with the lines that cause it.
+"""What the host waits for, with the lines that cause it, and how many operators it launches.
 
-``STANDIN_WAITS=FOLDER`` writes a file a process there when it ends; ``since`` gives the waits of a part of a run.
+``STANDIN_WAITS=FOLDER`` writes a file a process there when it ends.
 """
 
 import atexit
@@ -9,7 +9,10 @@ import ctypes
 import json
 import os
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 FOLDER = os.environ.get("STANDIN_WAITS")
 HERE = str(Path(__file__).parent)
@@ -38,8 +41,34 @@ def _write() -> None:
     (Path(FOLDER) / f"{os.getpid()}.json").write_text(json.dumps(rows, indent=1))
 
 
+_count: Callable[[], int]
+_nested = 0  # operators that are a part of another one
+
+
+def launches() -> int:
+    """Operators of this process that computed on a device or copied, one each: a fused one is one."""
+    return _count() - _nested
+
+
+def as_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Count a ``kernel`` that is made of operators as one."""
+
+    @wraps(kernel)
+    def counted(*args: Any, **options: Any) -> Any:
+        global _nested
+        before = _count()
+        try:
+            return kernel(*args, **options)
+        finally:
+            _nested += _count() - before - 1
+
+    return counted
+
+
 def install(library: ctypes.CDLL) -> None:
     """Count waits from now on, where a folder for them is named."""
+    global _count
+    _count = library.standin_launches
     if FOLDER:
         library.standin_on_wait(_note)
         atexit.register(_write)
