@@ -221,7 +221,7 @@ def _labelling(
     """
 
     def label_gradient(parameter: Tensor) -> None:
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter.grad.device.type == device.type:  # that of a streamed weight is not
             labels.add(Use.GRADIENTS, [parameter.grad])
 
     def label_gradients(*_: object) -> None:
