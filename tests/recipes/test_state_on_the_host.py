@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from lives import ROOT, TINY_VIT, end_of, launch, rows_of, scratch, weights_of
-from safetensors.torch import load_file
 
 STATE = ["--offload_optimizer", "state"]
 STEP = ["--offload_optimizer", "step"]  # whose kernels are those of the stand-in, so that the bits are the same
@@ -235,7 +234,7 @@ def assert_less_memory(run, than):
 
 def assert_no_state_was_on_the_device(run):
     """When it was read: one large tensor at most, and up to four small ones a weight, in blocks of 512 bytes."""
-    weights = load_file(run / "final" / "model.safetensors").values()
+    weights = weights_of(run / "final").values()
     for path in run.glob("read-*.json"):
         read = json.loads(path.read_text())
         assert read["grown"] <= max(weight.nbytes for weight in weights) + 4 * 512 * len(weights)
