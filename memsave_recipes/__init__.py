@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memsave_recipes.step.host_step import step_on_host
     from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Candidate",
