@@ -36,6 +36,7 @@ from memsave_recipes.activations.streaming import leave_to_this_rank
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import lost_worker
 from memsave_recipes.profiling.memory import is_out_of_memory, resident_bytes
+from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.launch import check_gradients, fix_buckets, refuse_gradients, unused_weights
 
@@ -354,7 +355,9 @@ def test_weights_in_half_precision(text: str) -> None:
     scaler.scale(half(torch.randn(2, 4).half()).sum()).backward()
     with pytest.raises(ValueError, match=text):
         scaler.unscale_(torch.optim.SGD(half.parameters()))
-    assert "--dtype float16" not in PAGE  # of these recipes
+    with pytest.raises(InputError, match=r"--dtype float16 loses small updates"):
+        RecipeArguments(output_dir="run", dtype="float16")
+    assert "--dtype float16` is refused" in PAGE
 
 
 @explains("No inf checks")
