@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,7 @@ class Setting:
         costs = self.estimates.of_size(layout.micro_batch_size, loss, measured)
         return replace(self._space, strategy=strategy).candidates(costs, layout, loss)
 
-    @property
+    @cached_property
     def _space(self) -> SearchSpace:
         return space_of(self.task, self.launch, self.estimates.model, self.budget_bytes)
 
@@ -321,7 +321,7 @@ class Setting:
         """Whether the memory has room for more than ``least_bytes``."""
         return self.least_bytes < self.budget_bytes
 
-    @property
+    @cached_property
     def least_bytes(self) -> int:
         """Weights, optimizer state and, where they exist at the same time, gradients."""
         model, static = self.estimates.model, self._space.static(self.layouts[0])
