@@ -90,14 +90,14 @@ class Seen:
 
 
 @pytest.fixture
-def browse(tmp_path: Path) -> Callable[[str], Seen]:
-    """``browse(url)``; skips where there is no Chromium."""
+def browse(tmp_path: Path) -> Callable[..., Seen]:
+    """``browse(url)``, with flags of the browser's; skips where there is no Chromium."""
     found = [path for name in BROWSERS if (path := shutil.which(name))]
     if not found:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
 
-    def browse(url: str) -> Seen:
-        command = [found[0], *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", url]
+    def browse(url: str, *flags: str) -> Seen:
+        command = [found[0], *FLAGS, *flags, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return Seen(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
 
