@@ -1,4 +1,4 @@
-"""The figures of docs/will_it_fit.html: what `memsave fit` says of sixty models on twelve cards.
+"""The figures of docs/will_it_fit.html: what `memsave fit` says of models on twelve cards.
 
     python benchmarks/fit_page.py                       # what the page lacks; it goes on where it was interrupted
     python benchmarks/fit_page.py --model "GPT-2" --again
@@ -7,7 +7,7 @@ Each answer is what `memsave fit MODEL --card CARD --json FILE` writes, made by 
 made once for all cards with the same kernels: bytes do not depend on the card, and seconds are carried for all cards at
 once. `--length` adds answers for rows of another length.
 
-Traces and answers are kept in out/fit_page, under a digest of the package's sources, until the page has them.
+Traces and answers are kept in out/fit_page, under a digest of the package's sources.
 """
 
 import hashlib
@@ -79,6 +79,7 @@ def kept(key: Hashable, make: Callable[[], T]) -> T:
         found: T = pickle.loads(file.read_bytes())
         return found
     made = make()
+    KEPT.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(made))
     unfinished.replace(file)
@@ -218,7 +219,7 @@ class HostMemory:
         """``SearchSpace.candidates``, looked at."""
         found = _CANDIDATES(*args)
         needs = (one.host_bytes * one.layout.num_processes for one in found)
-        self.most_bytes = max(self.most_bytes, *needs)
+        self.most_bytes = max([self.most_bytes, *needs])
         return found
 
 
