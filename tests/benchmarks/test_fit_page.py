@@ -70,7 +70,10 @@ STRATEGIES = ("none", "selective", "offload", "full_offload")
 STREAMED = ("--lora", "--dtype", "bfloat16", "--stream_weights", "host")
 
 
-@pytest.mark.parametrize("flags", [(), STREAMED], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), id="whole"), pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow)]
+)
+@pytest.mark.timeout(900)
 def test_estimates_that_cards_share_are_those_of_each(page, known, tmp_path, monkeypatch, flags):
     monkeypatch.setattr(page, "KEPT", tmp_path)
     word = replace(known["Llama 3.1 8B"], word="someone/small", config=LLAMA).write(tmp_path)
