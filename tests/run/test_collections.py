@@ -31,7 +31,7 @@ def nothing_frozen():
 def test_objects_are_frozen_after_the_first_step_until_the_last():
     frozen = [gc.get_freeze_count() for _ in TrainingRun.steps(run_of(3))]
     assert frozen[0] == 0
-    assert frozen[1] == frozen[2] > 0
+    assert 0 < frozen[2] <= frozen[1]  # some may be freed meanwhile
     assert gc.get_freeze_count() == 0
 
 
