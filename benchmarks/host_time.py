@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memsave_recipes import apply_plan, make_plan
 
 LAYERS, QUICK_LAYERS = 24, 6
-ROUNDS, QUICK_ROUNDS = 24, 2
+ROUNDS, QUICK_ROUNDS = 120, 2
 WARM_UP, QUICK_WARM_UP = 36, 1
 """Steps: the first 32 of a block look closer at what it changes (NOTE [ side effects ])."""
 PEER = "transformers' own"
