@@ -233,6 +233,8 @@ class _OptimizerOnHost(Optimizer):
             self.param_groups = groups
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # so torch calls hooks for each piece, whose state is there
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on the host. Wait for the device."""
         self.on_host.settle()

@@ -322,6 +322,8 @@ class _OptimizerOfMasters(Optimizer):
         self.zero_grad()
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # so torch calls hooks for each piece, not around the thread's
+
     def _stepped_pieces(self) -> Iterator[list[Tensor]]:
         """Step what the backward has not; yield all that is stepped, piece by piece."""
         yield from ([master] for master in self.masters.stepped())

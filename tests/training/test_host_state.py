@@ -157,6 +157,18 @@ def test_what_is_saved_has_arrived():
             assert torch.equal(entry[key].cpu(), other[key].cpu())
 
 
+def test_hooks_of_a_step_see_each_piece_alone():
+    """The first momentum of SGD, which is made by a hook, would else be on the device all at once."""
+    optimizer, seen = make_optimizer(OPTIMIZERS["sgd"], model := make_model()), []
+    offload(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does: torch prepares the step again
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.extend(one["params"] for one in stepped.param_groups))
+    model(torch.ones(4, 3, 16, 16, device=DEVICE)).sum().backward()
+    optimizer.step()
+    assert len(seen) > 2
+    assert sorted(id(one) for piece in seen for one in piece) == sorted(map(id, model.parameters()))
+
+
 def test_an_optimizer_that_a_schedule_has_taken_is_refused():
     optimizer = torch.optim.AdamW(make_model().parameters())
     schedule = LambdaLR(optimizer, lambda step: 1.0)

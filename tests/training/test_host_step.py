@@ -292,6 +292,18 @@ def test_stepping_beside_the_backward_gives_the_bits_of_stepping_after_it(rule, 
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("others", [{}, IN_BACKWARD])
+def test_hooks_of_a_step_see_each_piece_alone(others):
+    """Around all of it they would run beside the thread that steps, as the one that makes SGD's first momentum did."""
+    model, seen = make_model(), []
+    optim, optimizer = on_host(model, **others)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.extend(one["params"] for one in stepped.param_groups))
+    run(optim, model, optimizer, steps=range(1), count=1)
+    assert len(seen) > 2
+    assert sorted(id(one) for piece in seen for one in piece) == sorted(map(id, masters_of(optimizer).of.values()))
+
+
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_model_that_is_stepped_on_the_host_is_freed(options, streams):
