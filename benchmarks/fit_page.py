@@ -5,24 +5,19 @@
 
 Each answer is what `memsave fit MODEL --card CARD --json FILE` writes, made by the command itself. Its estimates are
 made once for all cards with the same kernels: bytes do not depend on the card, and seconds are carried for all cards at
-once. `--length` adds answers for rows of another length.
-
-Traces and answers are kept in out/fit_page, under a digest of the package's sources.
+once. `--length` adds answers for rows of another length. A model is put into the page as soon as it is done.
 """
 
-import hashlib
 import io
 import json
-import pickle
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
 from math import ceil
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import harness
 import known_models
@@ -37,15 +32,11 @@ from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.planner import ladder
 from memsave_recipes.planner.ladder import KnownEstimates
 from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.task import Launch, Task, fake_workload
-from memsave_recipes.plans import Plan
+from memsave_recipes.planner.task import Launch, Task
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.profiling.preserve_state import replaced
-from memsave_recipes.profiling.step_trace import StepTrace
-from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import GIB, MIB
 
-T = TypeVar("T")
 PAGE = harness.ROOT / "docs" / "will_it_fit.html"
 FIGURES = re.compile(r'(?<=<script type="application/json" id="figures">\n).*?(?=</script>)', re.S)
 CARDS = (
@@ -57,33 +48,6 @@ HOSTS_GIB = (None, 64)
 
 MODEL_WORD, MICRO, BUDGET = "MODEL", "MICRO", "BUDGET"
 """Stand for the values of a launch line that differ from answer to answer."""
-
-
-KEPT = harness.ROOT / "out" / "fit_page"
-
-
-@cache
-def digest_of_sources() -> str:
-    """Of all that an answer follows from, besides its command line."""
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for folder in ("memsave_recipes", "recipes"):
-        for path in sorted((harness.ROOT / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def kept(key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returns, from a file where an earlier call with this ``key`` wrote it."""
-    file = KEPT / f"{hashlib.sha256(repr((digest_of_sources(), key)).encode()).hexdigest()}.pickle"
-    if file.exists():
-        found: T = pickle.loads(file.read_bytes())
-        return found
-    made = make()
-    KEPT.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_bytes(pickle.dumps(made))
-    unfinished.replace(file)
-    return made
 
 
 class OfEach(tuple[float, ...]):
@@ -163,27 +127,8 @@ class SharedEstimates:
         key = self._flags[id(task)], kernels_of(launch.target)
         if key not in self._estimates:
             alike = [target for target in self._targets if kernels_of(target) == key[1]]
-            self._estimates[key] = _OfAllCards(task, replace(launch, target=Cards.of(alike)), on_estimate, key=key)
+            self._estimates[key] = KnownEstimates(task, replace(launch, target=Cards.of(alike)), on_estimate)
         return _OfOneCard(self._estimates[key], launch)
-
-
-@dataclass
-class _OfAllCards(KnownEstimates):
-    """The estimates of several cards; ``key`` tells their traces from those of other models, flags and cards."""
-
-    key: Hashable = ()
-
-    def _estimate(self, size: int, loss: str | None, strategy: str) -> Measurement | None:
-        estimated = super()._estimate
-
-        def trace() -> list[tuple[Plan, StepTrace]] | None:
-            found = estimated(size, loss, strategy)
-            return found and found.traces
-
-        traces = kept((self.key, size, loss, strategy), trace)
-        layout = BatchLayout.of(size, None, 1)
-        workload = fake_workload(self.task, self.launch, self.model, layout, loss)
-        return traces and Measurement(replace(workload, device=self.launch.target.device), traces)
 
 
 class _OfOneCard(KnownEstimates):
@@ -363,11 +308,11 @@ def answers(word: str, length: int | None) -> list[list[Answer | None]]:
             return answer(word, card, *flags_of(gib, length)), host.most_bytes
 
         for card in CARDS:
-            with_enough, most_bytes = kept((word, card, length), partial(of_host, card, None))
+            with_enough, most_bytes = of_host(card, None)
             of_hosts: list[Answer | None] = [with_enough]
             for gib in HOSTS_GIB[1:]:
                 is_less = most_bytes > gib * GIB
-                of_hosts.append(kept((word, card, length, gib), partial(of_host, card, gib))[0] if is_less else None)
+                of_hosts.append(of_host(card, gib)[0] if is_less else None)
             by_card.append(of_hosts)
             print(".", end="", file=sys.stderr, flush=True)
     return by_card
@@ -419,7 +364,7 @@ def main(args: Sequence[str] | None = None) -> None:
         has = str(flags.length) in known["sizes"] if flags.length else bool(known["sizes"])
         if (has and not flags.again) or (flags.length and known["recipe"] != ladder.LANGUAGE):
             continue
-        began, word = perf_counter(), model.write(KEPT)
+        began, word = perf_counter(), model.write(harness.ROOT / "out" / "fit_page")
         add_to_page(model, word, answers(word, flags.length))
         print(f" {model.name}: {perf_counter() - began:.0f} s", file=sys.stderr)
 

@@ -74,8 +74,7 @@ STREAMED = ("--lora", "--dtype", "bfloat16", "--stream_weights", "host")
     "flags", [pytest.param((), id="whole"), pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(900)
-def test_estimates_that_cards_share_are_those_of_each(page, known, tmp_path, monkeypatch, flags):
-    monkeypatch.setattr(page, "KEPT", tmp_path)
+def test_estimates_that_cards_share_are_those_of_each(page, known, tmp_path, flags):
     word = replace(known["Llama 3.1 8B"], word="someone/small", config=LLAMA).write(tmp_path)
     words = ["--model_name_or_path", word, "--block_size", "64", "--global_batch_size", "4", *flags]
     task = read_task(ROOT / "recipes" / "language_modeling.py", words)
@@ -83,12 +82,10 @@ def test_estimates_that_cards_share_are_those_of_each(page, known, tmp_path, mon
     launches = [Launch(target=target, mixed_precision="bf16") for target in targets]
     alone = [KnownEstimates(task, launch).of_size(4, "chunked", STRATEGIES) for launch in launches]
     assert figures_of(alone[0]) != figures_of(alone[1])
-    for _ in ("estimated", "kept"):
-        shared = page._OfAllCards(task, replace(launches[0], target=page.Cards.of(targets)), key="small")
-        with page.sharing_estimates():
-            found = [page._OfOneCard(shared, launch).of_size(4, "chunked", STRATEGIES) for launch in launches]
-        assert list(map(figures_of, found)) == list(map(figures_of, alone))
-    assert len([*tmp_path.glob("*.pickle")]) == len(STRATEGIES)
+    shared = KnownEstimates(task, replace(launches[0], target=page.Cards.of(targets)))
+    with page.sharing_estimates():
+        found = [page._OfOneCard(shared, launch).of_size(4, "chunked", STRATEGIES) for launch in launches]
+    assert list(map(figures_of, found)) == list(map(figures_of, alone))
 
 
 def figures_of(measured):
