@@ -58,7 +58,7 @@ class PredictArguments:
 
 def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False) -> SavedModel:
     """Load a model on ``device``, by default a GPU where there is one; raise ``InputError`` without such a device."""
-    word = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    word = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(1, device=word).item()
     except (RuntimeError, AssertionError, ImportError) as error:  # whatever a torch that was built without it raises

@@ -206,6 +206,12 @@ def test_mistakes_with_images(images, capsys, words, message):
     assert message in refusal_of(capsys, *(word.format(run=run, pictures=pictures) for word in words))
 
 
+def test_an_accelerator_of_any_kind_is_taken(images, capsys, monkeypatch):
+    """One that this torch has not, so it says which it looked for."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert "--device mps is not there" in refusal_of(capsys, images[0], images[1] / "a.png")
+
+
 def test_an_image_that_is_cut_off_is_named_and_nothing_is_printed(images, tmp_path, capsys):
     run, pictures = images
     whole = (pictures / "more" / "b.jpg").read_bytes()
