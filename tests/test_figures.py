@@ -446,7 +446,7 @@ FIGURES = {
             share_and_time("gpt2", "budget:bitwise 90.7 MiB")[1],
             share_and_time("llama", "budget:bitwise 105 MiB")[1],
         ),
-        "on ResNet-50 (41 % of the baseline)": measured(
+        "goes down to 41 % of the baseline": measured(
             "frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]
         ),
         "down to 31 % at x1.35": measured("frontier-cpu.json", *share_and_time("resnet50", "budget 116 MiB")),
