@@ -462,8 +462,8 @@ FIGURES = {
                 "70B": "1,335 GiB | 1,072 GiB | 160 GiB | 40.6 GiB",
             }.items()
         },
-        "about 1B on cards of 24 GiB and between 1B and 8B on cards of 80 GiB": Stated("from the table"),
-        "8B fits 80 GiB even without checkpointing (67.3 GiB), but 24 GiB not even with it": measured(
+        "about 1B on cards of 24 GiB, and up to somewhere between 1B and 8B on cards of 80 GiB": Stated("from the table"),
+        "8B fits 80 GiB even without checkpointing (67.3 GiB), but it does not fit 24 GiB": measured(
             "whole_or_shards.json", 80, whole_or_shards("8B", 8, "full", "none")["needed_bytes"] / GIB, 24
         ),
         "over 64 cards of 80 GiB it does": Stated("from the table"),
