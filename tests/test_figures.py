@@ -307,7 +307,7 @@ FIGURES = {
     "docs/data.md": {
         "1,797 scanned digits": Stated("scikit-learn's"),
         "at most 256 MiB (1,783 of 224 pixels)": Stated("a setting, and arithmetic"),
-        "resizes 8 to 100 % of the area": Stated("torchvision's"),
+        "crops 8 to 100 % of the area": Stated("torchvision's"),
         "noise over 2 to 33 % of the area": Stated("torchvision's"),
     },
     "docs/files.md": {"more than 5 GB in several files": SAVED_IN_SHARDS},
