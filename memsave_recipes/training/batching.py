@@ -51,8 +51,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.activations.micro_batches import WrapperTensor, inner_tensors
-from memsave_recipes.exact.step_sums import StepSums, step_sums
-from memsave_recipes.exact.tree_sum import TreeSum
+from memsave_recipes.exact.tree_sum import StepSums, TreeSum, step_sums
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
 from memsave_recipes.step.batch_layout import (
     Batch,
