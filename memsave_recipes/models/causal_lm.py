@@ -29,6 +29,7 @@ from memsave_recipes.losses import (
 )
 from memsave_recipes.models.packed_attention import DocumentLengths, Documents, attends_by_document, evaluating
 from memsave_recipes.models.pretrained import padding_known
+from memsave_recipes.models.sequence_parallel import SequenceGroup
 from memsave_recipes.text import printable_lines
 
 LossKind = Literal["auto", "chunked", "full", "liger"]
@@ -41,17 +42,26 @@ class CausalLMLoss(nn.Module):
         model: a transformers ``...ForCausalLM``.
         loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do; ``auto``
             is chunked as soon as the logits are more than one chunk and the model's head allows it.
+        sequence_group: the ranks that share each row, which the model has adopted; the loss is that of this rank's
+            slice of whole rows.
 
     Raises:
         InputError: ``chunked`` or ``liger``, but the model computes its logits in an unknown way; ``liger`` without
             CUDA or liger-kernel.
     """
 
-    def __init__(self, model: PreTrainedModel, loss: LossKind = "auto", chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: LossKind = "auto",
+        chunk_bytes: int | None = None,
+        sequence_group: SequenceGroup | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
+        self.sequence_group = sequence_group
         vars(model)["compiles_loss"] = False  # which a plan that compiles layers changes
         self.takes_attention = all(_takes_kwargs(module) for module in (model, model.get_decoder()))
         self.head = None if loss == "full" else find_head(model)
@@ -79,12 +89,17 @@ class CausalLMLoss(nn.Module):
         attention mask. ``is_padded`` is for ``padding_known``. Further arguments go to the model's attention.
         """
         inputs = attention if self.takes_attention else {}
-        inputs |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        if attends_by_document(self.model):
-            if document_lengths is None:
-                raise ValueError("document_lengths are missing, by which this model keeps documents apart")
-            inputs["document_lengths"] = Documents(document_lengths)
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)  # (B, T): the states stay whole
+        if self.sequence_group is not None:
+            taken, targets = self.sequence_group.sliced(input_ids, targets, position_ids, document_lengths)
+            inputs |= taken
+        else:
+            inputs |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+            if attends_by_document(self.model):
+                if document_lengths is None:
+                    raise ValueError("document_lengths are missing, by which this model keeps documents apart")
+                inputs["document_lengths"] = Documents(document_lengths)
+        targets = targets.flatten()
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             with padding_known(is_padded):
                 logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)

@@ -23,7 +23,7 @@ NOTE [ attention by document ]
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from memsave_recipes.activations.tiled_attention import NotInTiles
 from memsave_recipes.errors import InputError
 
 PackedAttention = Literal["auto", "document", "mask"]
@@ -50,6 +51,7 @@ WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "outp
 """Arguments of the model that reach its attention functions, and that SDPA does not read."""
 TOLERANCE, ROUNDINGS = 1e-4, 64
 """Of logits against those by masks: a part of the largest one, in half precision so many of its roundings."""
+OTHER_LOGITS = "its logits would be others"
 
 aten = torch.ops.aten
 
@@ -65,6 +67,7 @@ def attention_by_document(
     sliding_window: int | None = None,
     document_lengths: DocumentLengths | None = None,
     keys_so_far: Any = None,
+    sequence_group: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, (B, H, T, D) to (B, T, H, D): NOTE [ attention by document ].
@@ -74,26 +77,47 @@ def attention_by_document(
         attention_mask: not read.
         document_lengths: of each row, T in sum, else ``ValueError`` or ``RuntimeError``; ``None``: a row is a document.
         keys_so_far: ``KeysSoFar`` of ``activations/tiled_attention.py``, where T are the tokens of a tile.
+        sequence_group: ``SequenceGroup`` of ``models/sequence_parallel.py``, where T are the tokens of a slice; the
+            lengths are still those of whole rows.
     """
     query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
     if keys_so_far is not None:
+        if sequence_group is not None:
+            raise NotInTiles
         return keys_so_far.attend(query, key, value, dropout=dropout, scale=scaling, window=sliding_window), None
-    if is_compiling():
-        if dropout:
-            raise ValueError("dropout in attention by document cannot be compiled: pass --packed_attention mask")
-        ends = None if document_lengths is None else document_lengths.ends  # type: ignore[attr-defined]
-        return _attended_and_sums(query, key, value, ends, scaling, sliding_window)[0], None
-    lengths = [[query.shape[2]]] * len(query) if document_lengths is None else document_lengths
-    window = _shorter_window(sliding_window, lengths)
-    if _has_varlen(query, key, value, dropout):
-        return _varlen(query, key, value, lengths, scaling, window)[0], None
-    if window is None and _has_flash_on_cpu(query, key, value, dropout):
-        joined: Tensor = _FlashOnCpu.apply(query, key, value, lengths, scaling)  # type: ignore[no-untyped-call]
-        return joined, None
-    return _sdpa_of_each(query, key, value, lengths, scaling, window, dropout), None
+    attend = partial(_attend, lengths=document_lengths, scale=scaling, sliding_window=sliding_window, dropout=dropout)
+    if sequence_group is not None:
+        return sequence_group.attend(attend, query, key, value), None
+    return attend(query, key, value), None
 
 
 AttentionInterface.register(BY_DOCUMENT, attention_by_document)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: DocumentLengths | None,
+    scale: float | None,
+    sliding_window: int | None,
+    dropout: float,
+) -> Tensor:
+    """Attend in whole rows, from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D)."""
+    if is_compiling():
+        if dropout:
+            raise ValueError("dropout in attention by document cannot be compiled: pass --packed_attention mask")
+        ends = None if lengths is None else lengths.ends  # type: ignore[attr-defined]
+        return _attended_and_sums(query, key, value, ends, scale, sliding_window)[0]
+    lengths = [[query.shape[2]]] * len(query) if lengths is None else lengths
+    window = _shorter_window(sliding_window, lengths)
+    if _has_varlen(query, key, value, dropout):
+        return _varlen(query, key, value, lengths, scale, window)[0]
+    if window is None and _has_flash_on_cpu(query, key, value, dropout):
+        joined: Tensor = _FlashOnCpu.apply(query, key, value, lengths, scale)  # type: ignore[no-untyped-call]
+        return joined
+    return _sdpa_of_each(query, key, value, lengths, scale, window, dropout)
 
 
 def _varlen(
@@ -488,9 +512,13 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return reason
     if by_masks is None:
         return None
-    difference = (model(**tokens, **lengths, position_ids=positions).logits - by_masks).abs().max()
-    tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(by_masks.dtype).eps)
-    return None if difference <= tolerance * by_masks.abs().max() else "its logits would be others"
+    return None if agree(model(**tokens, **lengths, position_ids=positions).logits, by_masks) else OTHER_LOGITS
+
+
+def agree(logits: Tensor, expected: Tensor) -> bool:
+    """Tell whether logits are the ``expected`` ones, but for rounding."""
+    tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(expected.dtype).eps)
+    return bool((logits - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 @dataclass

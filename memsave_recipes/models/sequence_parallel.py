@@ -1,0 +1,204 @@
+"""One row over several ranks: each has a slice of every row, and inside of attention a part of the heads of whole rows.
+
+NOTE [ sequence parallelism ]
+1. ``ranks`` neighbours are a group, and get the same rows. Each computes a contiguous slice of every row, with the
+   positions and the targets of the whole row. Rows are filled up to a multiple of the group with a document of its own
+   that does not count.
+2. All that a decoder does outside of attention it does token by token. Attention needs whole rows, and treats each head
+   by itself. So the group trades slices of all heads for whole rows of some heads before it, and back behind it
+   (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Keys and values that fewer heads have than there are ranks are
+   repeated first.
+3. Whole rows go to ``attention_by_document``, in whichever kernel that takes, and windows with it. There is no mask.
+4. The trade is its own inverse, so it gives the gradient back as well. A layer that runs again trades again; the order
+   is that of the graph, so it is the same on all ranks.
+5. Losses are summed over a slice; the sums of all ranks add up to that of the global batch. Weights are those of DDP,
+   or in shards over all ranks.
+6. Dropout has a seed for each rank, so slices and heads have masks of their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from memsave_recipes.errors import InputError, require
+from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.models.packed_attention import (
+    OTHER_LOGITS,
+    DocumentLengths,
+    agree,
+    attend_by_document,
+    evaluating,
+)
+
+ROW_LENGTHS = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow from the longest position that they are given."""
+
+
+@dataclass(kw_only=True)
+class SequenceArguments:
+    """Whether several ranks share each row."""
+
+    sequence_parallel: int = field(
+        default=1,
+        metadata={"help": "ranks that share each row (Ulysses), where one is too long for a rank; divides the heads"},
+    )
+
+    def __post_init__(self) -> None:
+        size = self.sequence_parallel
+        require(size >= 1, "--sequence_parallel", size, "at least 1")
+        if size == 1:
+            return
+        flags = vars(self)
+        strategy = str(flags["activation_checkpointing"])
+        reasons = {
+            "--bitwise_topology adds up the gradients of whole rows: leave one of them out": flags["bitwise_topology"],
+            "a search for a memory budget does not know slices of rows: name a plan, such as full_tiled, and a number "
+            "as --micro_batch_size": flags["micro_batch_size"] == "auto" or strategy.startswith("budget"),
+            "slices attend by document: leave --packed_attention mask out": flags["packed_attention"] == "mask",
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise InputError(f"--sequence_parallel {size}: {reason}")
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    """The ranks that share the rows of this one: NOTE [ sequence parallelism ].
+
+    Args:
+        ranks: how many.
+        rank: of this one among them.
+    """
+
+    group: dist.ProcessGroup
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, ranks: int, timeout: timedelta) -> "SequenceGroup | None":
+        """Make the groups of all ranks, which call this together; ``None`` where each has rows of its own."""
+        if ranks == 1:
+            return None
+        group, _ = dist.new_subgroups(ranks, timeout=timeout)
+        return cls(group, ranks, dist.get_rank(group))
+
+    def __deepcopy__(self, memo: object) -> "SequenceGroup":
+        """Return the same: copies of a model talk to the same ranks."""
+        return self
+
+    def sliced(
+        self, rows: Tensor, targets: Tensor, positions: Tensor | None = None, lengths: DocumentLengths | None = None
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Cut rows of tokens and their targets, (B, T), to those of this rank, (B, T / ranks): rule 1.
+
+        Args:
+            positions: (B, T); by default each row is one document.
+            lengths: of the documents of each row.
+
+        Returns:
+            What the model takes, and the targets.
+        """
+        count, length = rows.shape
+        if positions is None:
+            positions = torch.arange(length, device=rows.device).expand(count, -1)
+        lengths = [[length]] * count if lengths is None else lengths
+        if rest := -length % self.ranks:
+            lengths = [[*of_row, rest] for of_row in lengths]
+        taken = {"input_ids": self.slice(rows), "position_ids": self.slice(positions)}
+        return taken | {"document_lengths": lengths, "sequence_group": self}, self.slice(targets, IGNORED_LABEL)
+
+    def slice(self, rows: Tensor, filling: int = 0) -> Tensor:
+        """Return this rank's part of (B, T), or of (B, T, ...) where T is a multiple of the ranks."""
+        length = -(-rows.shape[1] // self.ranks)
+        if rest := length * self.ranks - rows.shape[1]:
+            rows = F.pad(rows, (0, rest), value=filling)
+        return rows.narrow(1, self.rank * length, length)
+
+    def attend(self, attention: Callable[..., Tensor], query: Tensor, *keys_and_values: Tensor) -> Tensor:
+        """Call ``attention`` on the whole rows of a part of the heads, from slices (B, H, L, D) to (B, L, H, D).
+
+        Raises:
+            InputError: the ranks do not divide the heads.
+        """
+        heads = query.shape[1]
+        if heads % self.ranks:
+            raise InputError(
+                f"--sequence_parallel {self.ranks}: {heads} heads of attention cannot be dealt to {self.ranks} ranks: "
+                f"take a divisor of {heads}"
+            )
+        return self._slices(attention(*map(self._whole_rows, (query, *keys_and_values))))
+
+    def _whole_rows(self, states: Tensor) -> Tensor:
+        """Trade (B, H, L, D) for (B, H / ranks, ranks * L, D), a view of memory in the order (T, B, H, D)."""
+        heads = states.shape[1]
+        states = states.repeat_interleave(self.ranks // gcd(heads, self.ranks), dim=1)
+        parts = states.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4)  # (ranks, L, B, h, D)
+        return self._trade(parts).flatten(0, 1).permute(1, 2, 0, 3)
+
+    def _slices(self, attended: Tensor) -> Tensor:
+        """Trade (B, ranks * L, h, D) for (B, L, ranks * h, D)."""
+        parts = attended.unflatten(1, (self.ranks, -1)).permute(1, 2, 0, 3, 4)  # (ranks, L, B, h, D)
+        return self._trade(parts).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _trade(self, parts: Tensor) -> Tensor:
+        traded: Tensor = _Traded.apply(parts, self.group)  # type: ignore[no-untyped-call]
+        return traded
+
+    @torch.no_grad()
+    def adopt(self, model: PreTrainedModel) -> None:
+        """Let ``model`` attend by document, and check that slices have the logits of whole rows; for all ranks.
+
+        Raises:
+            InputError: it cannot, or they have not.
+        """
+        if reason := attend_by_document(model) or _why_not_in_parts(model) or self._why_not(model):
+            raise InputError(f"--sequence_parallel {self.ranks}: the model needs whole rows, as {reason}: leave it out")
+
+    def _why_not(self, model: PreTrainedModel) -> str | None:
+        device = next(model.parameters()).device
+        tokens = torch.arange(8 * self.ranks, device=device).square().view(2, -1) // 3 % 4  # slices that differ
+        taken, _ = self.sliced(tokens, tokens)
+        with evaluating(model):
+            expected = model(input_ids=tokens, document_lengths=taken["document_lengths"], use_cache=False).logits
+            found = model(**taken, use_cache=False).logits
+        on_all = torch.tensor(float(agree(found, self.slice(expected))), device=device)
+        dist.all_reduce(on_all, dist.ReduceOp.MIN)
+        return None if on_all else OTHER_LOGITS
+
+
+def _why_not_in_parts(model: nn.Module) -> str | None:
+    """Say of its rotary embeddings why slices of a row would have others."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if any(name in str(kind) for name in ROW_LENGTHS):
+                return f"its {kind} positions depend on the length of a row"
+    return None
+
+
+class _Traded(torch.autograd.Function):
+    """Give the parts (ranks, ...) to the ranks of a group, and take one from each: rule 4."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _trade(parts, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _trade(gradient, ctx.group), None
+
+
+def _trade(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    taken = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+    dist.all_to_all_single(taken, parts.contiguous(), group=group)
+    return taken

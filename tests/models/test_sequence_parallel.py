@@ -1,0 +1,156 @@
+"""Rows that several ranks share: loss and gradients of whole rows, the same bits under a plan, and what is refused."""
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from packed_rows import causal_model, gradients_of, packed
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.causal_lm import CausalLMLoss
+from memsave_recipes.models.sequence_parallel import SequenceGroup
+
+ODD = ((20, 10, 1), (5, 26))  # rows that neither 2 nor 4 ranks divide
+TWO_WAYS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+FOUR_HEADS = {"num_attention_heads": 4, "n_head": 4}
+CHUNKED = {"loss": "chunked", "chunk_bytes": 4096}
+NEEDS_ROWS = "--sequence_parallel 2: the model needs whole rows, as"
+OF_FLOAT32 = ("gemma3_text",)  # whose norms compute in it, whatever the model's precision
+
+
+def of_documents():
+    return packed(ODD)
+
+
+def padded():
+    return {name: tensor for name, tensor in packed(ODD).items() if name in ("input_ids", "labels")}
+
+
+FEW = {
+    "repeated keys, packed": ("llama", {}, of_documents, {}),
+    "windows, without logits": ("mistral", {}, of_documents, CHUNKED),
+    "some keys on each rank": ("llama", TWO_WAYS, padded, {}),
+    "learned positions": ("gpt2", {}, padded, {}),
+}
+ALL = {
+    f"{name}, {rows.__name__}, {options}": (name, FOUR_HEADS, rows, options)
+    for name in ("gpt2", "llama", "qwen3", "mistral", "gemma3_text")
+    for rows in (of_documents, padded)
+    for options in ({}, CHUNKED)
+}
+
+
+def group_of(ranks):
+    return SequenceGroup.of(ranks, timedelta(minutes=1))
+
+
+def adopted(group, model_type, **changes):
+    model = causal_model(model_type, **changes)
+    group.adopt(model)
+    return model
+
+
+def in_slices(model, group, batch, plan="none", **options):
+    """The loss and the gradients of a rank."""
+    losses = []
+    module = CausalLMLoss(model, sequence_group=group, **options)
+    module.register_forward_hook(lambda module, args, loss: losses.append(loss.detach().clone()))
+    return losses, gradients_of(module, batch, plan)
+
+
+def differences(cases, group):
+    """Of loss and gradients, summed over the ranks, from those of whole rows, relative to the largest."""
+    found = {}
+    for case, (model_type, changes, rows, options) in cases.items():
+        whole, batch = CausalLMLoss(causal_model(model_type, **changes), **options), rows()
+        expected = whole(**batch).detach(), gradients_of(whole, batch)
+        (loss,), gradients = in_slices(adopted(group, model_type, **changes), group, batch, **options)
+        for part, other in zip((loss, gradients), expected, strict=True):
+            dist.all_reduce(part, group=group.group)
+            found.setdefault(case, []).append(float((part - other).abs().max() / other.abs().max()))
+    return found
+
+
+def under_plans(group):
+    """The gradients of a rank under each plan, with dropout where that has to be drawn again."""
+    return {
+        (model_type, plan): in_slices(model, group, of_documents(), plan)[1]
+        for model_type, dropout in (("gpt2", 0.1), ("llama", 0.0))
+        for model in [adopted(group, model_type, dropout=dropout)]
+        for plan in ("none", "full", "selective", "full_tiled:8", "full_tiled_offload:8")
+    }
+
+
+def refusals(group):
+    """The lines for models that cannot share rows."""
+    scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    mixing = causal_model("llama")
+    mixing.model.embed_tokens.register_forward_hook(lambda module, args, states: states + states.roll(1, dims=1))
+    eager = causal_model("llama")
+    eager.set_attn_implementation("eager")
+    three_heads = causal_model("llama", num_attention_heads=3, hidden_size=48)
+    return [refusal(group, model) for model in (three_heads, causal_model("llama", **scaled), mixing, eager)]
+
+
+def refusal(group, model):
+    with pytest.raises(InputError) as refused:
+        group.adopt(model)
+    return str(refused.value)
+
+
+def on_two_ranks(accelerator):
+    group = group_of(2)
+    copied = copy.deepcopy(CausalLMLoss(causal_model("llama"), sequence_group=group))
+    same = copied.sequence_group is group
+    return differences(FEW, group), under_plans(group), refusals(group), same
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_on_ranks):
+    return run_on_ranks(on_two_ranks, 2, timeout_s=200)
+
+
+def test_loss_and_gradients_are_those_of_whole_rows(two_ranks):
+    for found, *_ in two_ranks:
+        assert found.keys() == FEW.keys()
+        for case, errors in found.items():
+            assert max(errors) < 1e-12, case
+
+
+def test_plans_change_no_bit(two_ranks):
+    (_, of_first, *_), (_, of_second, *_) = two_ranks
+    for (model_type, plan), gradients in of_first.items():
+        plain = of_first[model_type, "none"]
+        assert not torch.equal(of_second[model_type, plan], gradients)  # of another slice
+        if plan.startswith("full_tiled"):  # which adds in another order
+            assert (gradients - plain).abs().max() < 1e-12 * plain.abs().max(), (model_type, plan)
+        else:
+            assert torch.equal(gradients, plain), (model_type, plan)
+
+
+def test_models_that_need_whole_rows_are_refused(two_ranks):
+    for _, _, lines, _ in two_ranks:
+        assert lines == [
+            "--sequence_parallel 2: 3 heads of attention cannot be dealt to 2 ranks: take a divisor of 3",
+            f"{NEEDS_ROWS} its dynamic positions depend on the length of a row: leave it out",
+            f"{NEEDS_ROWS} its logits would be others: leave it out",
+            f"{NEEDS_ROWS} its attention is eager: leave it out",
+        ]
+
+
+def test_a_copy_of_the_loss_has_the_same_ranks(two_ranks):
+    assert all(same for *_, same in two_ranks)
+
+
+def on_four_ranks(accelerator):
+    return differences(ALL, group_of(4))
+
+
+@pytest.mark.slow
+def test_every_model_on_four_ranks(run_on_ranks):
+    for found in run_on_ranks(on_four_ranks, 4, timeout_s=250):
+        for case, (loss, gradients) in found.items():
+            assert loss < 1e-12, case
+            assert gradients < (1e-7 if case.startswith(OF_FLOAT32) else 1e-12), case
