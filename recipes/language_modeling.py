@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -40,8 +40,19 @@ from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causa
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.models.saved import save_tokenizer
+from memsave_recipes.models.sequence_parallel import SequenceArguments, SequenceGroup
 from memsave_recipes.models.what_trains import TrainedPartArguments, train_part
-from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
+from memsave_recipes.recipe import (
+    Batch,
+    BatchLayout,
+    InputError,
+    RecipeArguments,
+    Run,
+    Task,
+    parse_arguments,
+    require,
+    run_recipe,
+)
 from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
 
@@ -64,8 +75,11 @@ class ModelArguments(TransformerArguments):
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, TrainedPartArguments, ModelArguments, RowArguments):
-    """The flags of language modeling."""
+class Arguments(RecipeArguments, TrainedPartArguments, SequenceArguments, ModelArguments, RowArguments):
+    """The flags of language modeling; no language model has BatchNorm."""
+
+    batchnorm: Literal["local", "global"] = field(default="local", init=False)
+    sync_batchnorm: bool = field(default=False, init=False)
 
     @property
     def stream_bytes(self) -> int | None:
@@ -112,11 +126,12 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     place(bare, accelerator.device, streamed=task.streamed)
     with accelerator.autocast():  # flash attention refuses float32
         check_model(bare, rows, args)
-    packed_attention, line = attend(bare, args)
+    group = SequenceGroup.of(args.sequence_parallel, args.collective_timeout_minutes)
+    packed_attention, line = attend(bare, args, group)
     run.chose(packed_attention=packed_attention)
     stop_at(bare, rows.end_of_turn)
     with accelerator.autocast():
-        trained = CausalLMLoss(bare, args.loss)
+        trained = CausalLMLoss(bare, args.loss, sequence_group=group)
 
     # With the activation plan that the flags name, or the fastest that fits the memory
     prepared = run.prepare(task, batches, bare, trained)
@@ -125,8 +140,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     training = run.begin(prepared, data=rows.fingerprint, work=work, saved=saved, notices=(rows.notice, line))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
-    exact = batches.layout.is_bitwise
-    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=exact)
+    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, layout=batches.layout)
     training.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
     for batch in training.steps():
         with training.measured(batch):
@@ -156,6 +170,8 @@ def task(argv: list[str] | None = None) -> Task:
     (args,) = parse_arguments(Arguments, args=argv)
     if args.load_in_4bit:
         raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
+    if args.sequence_parallel > 1:
+        raise InputError("--sequence_parallel: slices of rows cannot be estimated yet: leave it out")
     return describe(args, args.vocab_size, 0, 0)
 
 
@@ -193,14 +209,25 @@ def build_model(args: Arguments, *, with_weights: bool, **options: Any) -> PreTr
     return model
 
 
-def attend(model: PreTrainedModel, args: Arguments) -> tuple[PackedAttention, str | None]:
-    """Set the attention of packed rows; how it is now, and a line on it where there are any."""
+def attend(
+    model: PreTrainedModel, args: Arguments, group: SequenceGroup | None = None
+) -> tuple[PackedAttention, str | None]:
+    """Set the attention of packed rows, or of those that ranks share; how it is now, and a line on it."""
+    if group is not None:
+        group.adopt(model, compiles=compiles(model, args))
+        return "document" if args.packing else args.packed_attention, group.line
     if not args.packing or args.one_row:
         if args.packed_attention == "document":
             raise InputError("--packed_attention document is for rows packed without flash attention: leave it out")
         return args.packed_attention, None
-    ratio = None if args.solves else plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio
-    return set_packed_attention(model, args.packed_attention, compiles=ratio is not None)
+    return set_packed_attention(model, args.packed_attention, compiles=compiles(model, args))
+
+
+def compiles(model: PreTrainedModel, args: Arguments) -> bool:
+    """Whether the plan that is named compiles layers."""
+    if args.solves:
+        return False
+    return plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio is not None
 
 
 def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
@@ -227,19 +254,19 @@ def stop_at(model: PreTrainedModel, token: int | None) -> None:
 
 @torch.no_grad()
 def evaluate_model(
-    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], tokens: Any, exact: bool = False
+    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], tokens: Any, layout: BatchLayout
 ) -> dict[str, float]:
     """Over ``batches`` of ``tokens``: mean loss in nats a token, perplexity, bits a byte whatever the tokenizer.
 
-    With ``exact`` the losses are added up without rounding, so that the ranks do not matter.
+    With a bitwise ``layout`` the losses are added up without rounding, so that the ranks do not matter.
     """
     model.eval()
     sums = [(model(**batch), count_valid(batch)) for batch in batches]
     model.train()
     losses, counts = (torch.stack(column).cpu().double() for column in zip(*sums, strict=True))
     parts = [*torch.stack([losses, counts], dim=1)]
-    loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=exact).tolist()
-    loss = loss_sum / num_tokens
+    loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=layout.is_bitwise).tolist()
+    loss = loss_sum * layout.ranks_a_row / num_tokens  # each of them has counted the tokens of whole rows
     bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 

@@ -51,12 +51,13 @@ LATER = {
     "shard": NONE,
     "offload_optimizer": NONE,
     "reduce_gradients": PER_MICRO_BATCH,
+    "sequence_parallel": 1,
 }
 """Flags that runs of an earlier version did not have, and how they were trained."""
 SAME = {"offload_optimizer": {NONE, "state"}}
 """Values of flags that give the same bits."""
 ROUNDS = {
-    **dict.fromkeys(("shard", "reduce_gradients"), "ranks add gradients in another order"),
+    **dict.fromkeys(("shard", "reduce_gradients", "sequence_parallel"), "ranks add gradients in another order"),
     "offload_optimizer": "an update on the host rounds in another way than one on the device",
 }
 """Flags that change no more than rounding does, and why."""
@@ -321,9 +322,9 @@ def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok:
 
 def describe_change(saved: dict[str, Any], layout: BatchLayout) -> str | None:
     """Return a line on another batch layout; ``None`` where it is the same."""
-    if saved["geometry"] == asdict(layout):
-        return None
     before = type(layout)(**saved["geometry"])
+    if before == layout:
+        return None
     if layout.is_bitwise:
         return f"note: saved as {before.describe()}, going on as {layout.describe()}: bit-exact"
     return (

@@ -43,11 +43,18 @@ class IndexedLayout(BatchLayout):
             )
 
     @classmethod
-    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "IndexedLayout":
+    def of(
+        cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int, ranks_a_row: int = 1
+    ) -> "IndexedLayout":
         """A size that is given is the same on any number of ranks; ``None`` is the largest that gives each rank one."""
         size = micro_batch_size or cls._largest_micro_batch(global_batch_size, num_processes)
         size = min(size, global_batch_size)
-        return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
+        return cls(
+            global_batch_size=global_batch_size,
+            micro_batch_size=size,
+            num_processes=num_processes,
+            ranks_a_row=ranks_a_row,
+        )
 
     @classmethod
     def _largest_micro_batch(cls, global_batch_size: int, num_processes: int) -> int:

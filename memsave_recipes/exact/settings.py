@@ -43,7 +43,7 @@ class ExactSettings(StepSettings):
         """As of ``StepSettings``; undivided, too, where blocks cut the share of a rank up and not the training loop."""
         if not self.bitwise_topology:
             size = None if self.joins_micro_batches else self.named_micro_batch
-            return BatchLayout.of(self.global_batch_size, size, num_processes)
+            return BatchLayout.of(self.global_batch_size, size, num_processes, self.sequence_parallel)
         kind = LockstepLayout if self.batchnorm == "global" else IndexedLayout
         return kind.of(self.global_batch_size, self.named_micro_batch, num_processes)
 

@@ -109,7 +109,8 @@ def _attend(
         if dropout:
             raise ValueError("dropout in attention by document cannot be compiled: pass --packed_attention mask")
         ends = None if lengths is None else lengths.ends  # type: ignore[attr-defined]
-        return _attended_and_sums(query, key, value, ends, scale, sliding_window)[0]
+        attended: Tensor = _attended_and_sums(query, key, value, ends, scale, sliding_window)[0]
+        return attended
     lengths = [[query.shape[2]]] * len(query) if lengths is None else lengths
     window = _shorter_window(sliding_window, lengths)
     if _has_varlen(query, key, value, dropout):

@@ -83,12 +83,17 @@ class SequenceGroup:
     rank: int
 
     @classmethod
-    def of(cls, ranks: int, timeout: timedelta) -> "SequenceGroup | None":
+    def of(cls, ranks: int, timeout_minutes: float) -> "SequenceGroup | None":
         """Make the groups of all ranks, which call this together; ``None`` where each has rows of its own."""
         if ranks == 1:
             return None
-        group, _ = dist.new_subgroups(ranks, timeout=timeout)
+        group, _ = dist.new_subgroups(ranks, timeout=timedelta(minutes=timeout_minutes))
         return cls(group, ranks, dist.get_rank(group))
+
+    @property
+    def line(self) -> str:
+        """Say so to people."""
+        return f"rows are shared by {self.ranks} ranks: attention by document, each rank with a part of the heads"
 
     def __deepcopy__(self, memo: object) -> "SequenceGroup":
         """Return the same: copies of a model talk to the same ranks."""
@@ -153,12 +158,17 @@ class SequenceGroup:
         return traded
 
     @torch.no_grad()
-    def adopt(self, model: PreTrainedModel) -> None:
+    def adopt(self, model: PreTrainedModel, *, compiles: bool = False) -> None:
         """Let ``model`` attend by document, and check that slices have the logits of whole rows; for all ranks.
 
         Raises:
-            InputError: it cannot, or they have not.
+            InputError: it cannot, or they have not, or its layers are to be compiled.
         """
+        if compiles:
+            raise InputError(
+                f"--sequence_parallel {self.ranks}: layers that trade with other ranks are not compiled: take full or "
+                "full_tiled"
+            )
         if reason := attend_by_document(model) or _why_not_in_parts(model) or self._why_not(model):
             raise InputError(f"--sequence_parallel {self.ranks}: the model needs whole rows, as {reason}: leave it out")
 

@@ -295,6 +295,8 @@ class Estimates:
     launch: Launch
 
     def __post_init__(self) -> None:
+        if self.task.run.sequence_parallel > 1:
+            raise InputError("--sequence_parallel: slices of rows cannot be estimated yet: leave it out")
         self.model = fake_planned_model(self.task, self.launch.target)
         self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
 

@@ -182,6 +182,7 @@ class TrainingRun:
                 dataset,
                 self.prepared.planned.plan.micro_batch_size or layout.micro_batch_size,
                 layout=type(layout),
+                ranks_a_row=layout.ranks_a_row,
                 num_workers=self.run.num_workers,
                 **options,
             )

@@ -57,8 +57,11 @@ class GradientSums:
 class BatchLayout:
     """The split of a global batch over ranks and micro-batches of at most ``micro_batch_size`` samples.
 
+    Args:
+        ranks_a_row: neighbours that get the same samples, and share each of them.
+
     Raises:
-        InputError: a size below 1, or fewer samples than ranks.
+        InputError: a size below 1, ranks that cannot be divided into groups, or fewer samples than ranks or groups.
     """
 
     is_bitwise: ClassVar[bool] = False
@@ -69,24 +72,37 @@ class BatchLayout:
     global_batch_size: int
     micro_batch_size: int
     num_processes: int
+    ranks_a_row: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_processes % self.ranks_a_row:
+            raise InputError(
+                f"--sequence_parallel {self.ranks_a_row}: {count_of(self.num_processes, 'rank')} cannot be divided "
+                f"into groups of {self.ranks_a_row}: launch a multiple of {self.ranks_a_row}, or leave it out"
+            )
         if self.global_batch_size < 1:
             raise InputError(f"--global_batch_size {self.global_batch_size} is not a positive number of samples")
         if self.micro_batch_size < 1:
             raise InputError(f"--micro_batch_size {self.micro_batch_size} is not a positive number of samples")
-        if self.global_batch_size < self.num_processes:
+        if self.global_batch_size < self.num_shares:
             raise InputError(
-                f"--global_batch_size {self.global_batch_size} is smaller than the {self.num_processes} ranks: "
-                f"raise it to at least {self.num_processes} or launch fewer processes"
+                f"--global_batch_size {self.global_batch_size} is smaller than the {self._takers(self.num_shares)}: "
+                f"raise it to at least {self.num_shares} or launch fewer processes"
             )
 
     @classmethod
-    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "BatchLayout":
+    def of(
+        cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int, ranks_a_row: int = 1
+    ) -> "BatchLayout":
         """The layout that the flags ask for; without a micro-batch size each rank forwards its whole share at once."""
-        largest = cls._largest_micro_batch(global_batch_size, num_processes)
+        largest = cls._largest_micro_batch(global_batch_size * ranks_a_row, num_processes)
         size = largest if micro_batch_size is None else min(micro_batch_size, largest)
-        return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
+        return cls(
+            global_batch_size=global_batch_size,
+            micro_batch_size=size,
+            num_processes=num_processes,
+            ranks_a_row=ranks_a_row,
+        )
 
     @classmethod
     def halvings(cls, global_batch_size: int, num_processes: int) -> "list[BatchLayout]":
@@ -103,9 +119,14 @@ class BatchLayout:
         return ceil(global_batch_size / num_processes)
 
     @property
+    def num_shares(self) -> int:
+        """Ranks, or groups of them, that have samples of their own."""
+        return self.num_processes // self.ranks_a_row
+
+    @property
     def accumulation_steps(self) -> int:
         """Micro-batches of a rank in a full step."""
-        return ceil(ceil(self.global_batch_size / self.num_processes) / self.micro_batch_size)
+        return ceil(ceil(self.global_batch_size / self.num_shares) / self.micro_batch_size)
 
     @property
     def forwards_per_step(self) -> int:
@@ -143,24 +164,31 @@ class BatchLayout:
 
         Every rank gets equally many; those of a rank whose share has run out are empty.
         """
-        ends = [num_samples * rank // self.num_processes for rank in range(self.num_processes + 1)]
+        ends = [num_samples * number // self.num_shares for number in range(self.num_shares + 1)]
         shares = [range(start, stop) for start, stop in pairwise(ends)]
         size = self.micro_batch_size
         count = ceil(max(len(share) for share in shares) / size)
-        return [[share[k * size : (k + 1) * size] for k in range(count)] for share in shares]
+        cut = [[share[k * size : (k + 1) * size] for k in range(count)] for share in shares]
+        return [cut[rank // self.ranks_a_row] for rank in range(self.num_processes)]
 
     def describe(self) -> str:
         """``256 samples = 8 x 4 ranks x 8 accumulation steps``, or the uneven sizes one by one."""
-        share, num_larger = divmod(self.global_batch_size, self.num_processes)
+        share, num_larger = divmod(self.global_batch_size, self.num_shares)
         size = min(self.micro_batch_size, share)
         if not num_larger and not share % size:
             return (
-                f"{count_of(self.global_batch_size, 'sample')} = {size} x {count_of(self.num_processes, 'rank')} "
+                f"{count_of(self.global_batch_size, 'sample')} = {size} x {self._takers(self.num_shares)} "
                 f"x {count_of(self.accumulation_steps, 'accumulation step')}"
             )
-        shares = ((share, self.num_processes - num_larger), (share + 1, num_larger))
-        rows = [f"({self._cut(share)}) x {count_of(repeated, 'rank')}" for share, repeated in shares if repeated]
+        shares = ((share, self.num_shares - num_larger), (share + 1, num_larger))
+        rows = [f"({self._cut(share)}) x {self._takers(repeated)}" for share, repeated in shares if repeated]
         return f"{self.global_batch_size} samples = {' + '.join(rows)}"
+
+    def _takers(self, number: int) -> str:
+        """So many ranks, or groups of ranks."""
+        if self.ranks_a_row == 1:
+            return count_of(number, "rank")
+        return f"{count_of(number, 'group')} of {self.ranks_a_row} ranks"
 
     def _cut(self, share: int) -> str:
         """The micro-batches of a rank's share: ``5+5+2``; of many, how many there are."""

@@ -31,6 +31,7 @@ class StepSettings:
         activation_checkpointing: the strategy.
         memory_budget_gib: of device memory for a step.
         logging_steps: after which the losses are read; until then they stay on the device.
+        sequence_parallel: how many ranks share each row.
     """
 
     global_batch_size: int
@@ -40,6 +41,7 @@ class StepSettings:
     activation_checkpointing: str | None
     memory_budget_gib: float | None
     logging_steps: int
+    sequence_parallel: int = 1
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
@@ -63,7 +65,7 @@ class StepSettings:
         Raises:
             InputError: as ``BatchLayout``.
         """
-        return BatchLayout.of(self.global_batch_size, self.named_micro_batch, num_processes)
+        return BatchLayout.of(self.global_batch_size, self.named_micro_batch, num_processes, self.sequence_parallel)
 
     def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
         """Return the samples that a block takes at once, where blocks run in micro-batches by themselves."""

@@ -4,8 +4,9 @@ NOTE [ the exact global batch ]
 1. *Order.* Step t trains the samples ``order(seed, t // S)[(t % S) * G : (t % S + 1) * G]`` with G the global batch
    size and S the steps of an epoch: a pure function of (seed, t). The position of a run is the one integer t.
 2. *Shares.* That list is cut into one contiguous share a rank, sizes differing by at most one, and each share into
-   micro-batches. Every rank makes equally many micro-batches; where a share has run out, a *padding* sample stands in
-   whose label is -100, so that no rank misses a collective and no sample is counted twice.
+   micro-batches. Ranks that share rows (``--sequence_parallel``) have one share together, and V counts it once. Every
+   rank makes equally many micro-batches; where a share has run out, a *padding* sample stands in whose label is -100,
+   so that no rank misses a collective and no sample is counted twice.
 3. *Weight.* With l_i the losses of the valid positions of the global batch and V their number over all ranks, counted
    before the first forward, the loss of the step is  L = (1 / V) * sum_i l_i.  Each micro-batch gives the *sum* of its
    own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L. Where samples have weights w_i
@@ -198,7 +199,8 @@ class GlobalBatches:
         """Never waits for the device, which still computes the steps before: the host counts, and queues a fill."""
         if self.count_valid is None:
             return torch.full((), num_samples, device=self.accelerator.device)
-        of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine)
+        is_first_of_row = self._rank % self.layout.ranks_a_row == 0
+        of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine) if is_first_of_row else 0
         count = torch.full((), of_this_rank, device=self.accelerator.device)
         if self.layout.num_processes == 1:
             return count

@@ -45,7 +45,7 @@ SELDOM = {
     *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum", "train_on_prompt"),
     *("problem_type", "hub_private_repo", "adam_epsilon", "early_stopping_threshold"),
     *("mix_weights", "text_pair_column", "nested_classes", "skip_broken_images", "validation_fraction"),
-    "show_labels",
+    *("show_labels", "sequence_parallel"),
 }
 METAVARS = {string_to_bool: "yes|no", int: "N", float: "X"}
 """Of the values of a flag in ``--help``, by its type; the others are named after the flag."""
