@@ -79,8 +79,6 @@ RUN = {
     "full_determinism": Values(*SWITCH),
     "matmul_precision": Values(("highest", "high", "medium"), (None, "", "low")),
     "dtype": Values(("float32", "bfloat16", "float64", "auto"), (None, "", "float16", "Float32", "32")),
-    "sync_batchnorm": Values(("no",), SWITCH[1]),
-    "batchnorm": Values(("local",), (None, "", "Global"), ("global",)),
     "dataloader_num_workers": whole("0", "1", least=0),
     "eval_steps": whole("1", "5"),
     "logging_steps": whole("1", "3"),
@@ -92,6 +90,10 @@ RUN = {
         (None, "", "file", "file/run", "/sys/run", "n" * 300, "\udcff"),
         (".",),
     ),
+}
+BATCHNORM = {
+    "sync_batchnorm": Values(("no",), SWITCH[1]),
+    "batchnorm": Values(("local",), (None, "", "Global"), ("global",)),
 }
 OPTIMIZER = {
     "optimizer": Values(("adamw", "adafactor", "sgd"), (None, "", "adam", "SGD"), ("adamw_8bit", "muon")),
@@ -145,7 +147,7 @@ LABELS = {
 }
 FLAGS: dict[str, dict[str, Values]] = {
     "image_classification": {
-        **(RUN | OPTIMIZER | SAFETY | LABELS),
+        **(RUN | BATCHNORM | OPTIMIZER | SAFETY | LABELS),
         "dataset": Values(("digits",), (None, *ODD_PATHS, "a/b", "digit")),
         "data_dir": Values(("f/images",), (None, *ODD_PATHS)),
         "image_size": whole("8", "16", "17", odd=("1", "2", "5", "1000000"), codes=(3,)),
@@ -172,6 +174,7 @@ FLAGS: dict[str, dict[str, Values]] = {
         "streaming": Values(("no",), (*SWITCH[1], None)),
         "block_size": whole("2", "16", "33", least=2, odd=("2000", "2000000000"), codes=(3,)),
         "packing": Values(*SWITCH),
+        "sequence_parallel": whole("1", odd=("2",)),
         "packed_attention": Values(("auto", "mask"), (None, "", "x", "masks"), ("document",)),
         "max_eval_samples": whole("1", "5"),
         "loss": Values(("auto", "full", "chunked"), (None, "", "x", "liger")),
@@ -179,7 +182,7 @@ FLAGS: dict[str, dict[str, Values]] = {
         "model_type": Values(("gpt2",), (None, "", "nothing", "resnet", "../gpt2"), ("bert", "t5", "clip")),
     },
     "text_classification": {
-        **(RUN | OPTIMIZER | SAFETY | LORA | TRANSFORMER | TEXT | LABELS),
+        **(RUN | BATCHNORM | OPTIMIZER | SAFETY | LORA | TRANSFORMER | TEXT | LABELS),
         "problem_type": Values(
             ("single_label_classification",), (None, "", "x", "multi_label_classification"), ("regression",)
         ),
@@ -196,6 +199,7 @@ FLAGS: dict[str, dict[str, Values]] = {
         "model_type": Values(("bert",), (None, "", "nothing", "resnet"), ("gpt2", "t5", "distilbert")),
     },
     "ddp_equals_accumulation": RUN
+    | BATCHNORM
     | OPTIMIZER
     | SAFETY
     | {
