@@ -10,6 +10,7 @@ from packed_rows import causal_model, gradients_of, packed
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.sequence_parallel import SequenceGroup
+from memsave_recipes.profiling.memory import SavedTensors
 
 ODD = ((20, 10, 1), (5, 26))  # rows that neither 2 nor 4 ranks divide
 TWO_WAYS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
@@ -82,6 +83,17 @@ def under_plans(group):
     }
 
 
+def saved_share(group):
+    """What a rank saves for the backward, as a part of what whole rows save."""
+    model, num_bytes = adopted(group, "llama"), []
+    for module in (CausalLMLoss(model), CausalLMLoss(model, sequence_group=group)):
+        with SavedTensors(model) as saved:
+            module(**packed())
+        num_bytes.append(saved.num_bytes)
+    whole, slices = num_bytes
+    return slices / whole
+
+
 def refusals(group):
     """The lines for models that cannot share rows."""
     scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
@@ -103,7 +115,7 @@ def on_two_ranks(accelerator):
     group = group_of(2)
     copied = copy.deepcopy(CausalLMLoss(causal_model("llama"), sequence_group=group))
     same = copied.sequence_group is group
-    return differences(FEW, group), under_plans(group), refusals(group), same
+    return differences(FEW, group), under_plans(group), refusals(group), saved_share(group), same
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +142,18 @@ def test_plans_change_no_bit(two_ranks):
 
 
 def test_models_that_need_whole_rows_are_refused(two_ranks):
-    for _, _, lines, _ in two_ranks:
+    for _, _, lines, *_ in two_ranks:
         assert lines == [
             "--sequence_parallel 2: 3 heads of attention cannot be dealt to 2 ranks: take a divisor of 3",
             f"{NEEDS_ROWS} its dynamic positions depend on the length of a row: leave it out",
             f"{NEEDS_ROWS} its logits would be others: leave it out",
             f"{NEEDS_ROWS} its attention is eager: leave it out",
         ]
+
+
+def test_a_rank_saves_its_share_for_the_backward(two_ranks):
+    for *_, share, _ in two_ranks:
+        assert 0.45 < share < 0.55
 
 
 def test_a_copy_of_the_loss_has_the_same_ranks(two_ranks):
