@@ -336,10 +336,8 @@ FIGURES = {
             "full_tiled_offload, in backward"
         ),
         "takes rows 10 to 11 times as long as": measured("long_context.json", *times_as_long("full_tiled")),
-        "30 to 34 times as long with the host's memory": measured(
-            "long_context.json", *times_as_long("full_tiled_offload")
-        ),
-        "where 30 KiB a token wait": Stated("arithmetic: 2 KiB of each attention and MLP but the first"),
+        "30 to 34 times as long": measured("long_context.json", *times_as_long("full_tiled_offload")),
+        "30 KiB a token wait in host memory": Stated("arithmetic: 2 KiB of each attention and MLP but the first"),
         "at 2,048, 4,096 and 32,768 tokens the step really ran": measured(
             "long_context.json", *(real_row("full", length)["length"] for length in (2048, 4096, 32768))
         ),
@@ -359,7 +357,7 @@ FIGURES = {
             *(real_row("DeepSpeed's tiling", 2048)["time_ratio"], 2048),
             *(real_row("DeepSpeed's tiling", 4096)["time_ratio"], 4096),
         ),
-        "what a block starts from, 2 KiB a token here": Stated("arithmetic: hidden 512 in float32"),
+        "the input of a block, 2 KiB a token here": Stated("arithmetic: hidden 512 in float32"),
         "on cards of 24 to 80 GiB": Stated("sizes of cards"),
         "at 95 % of a card's memory": Stated("a setting"),
         "a card of 24 GiB takes rows of about 70 thousand tokens instead of 35": measured(
@@ -368,7 +366,7 @@ FIGURES = {
             longest_row("LoRA", "full_tiled_offload", 24),
             within_pct=2,
         ),
-        "on one H100, 500 thousand": Stated("ALST's figure"),
+        "on one H100: 500 thousand": Stated("ALST's figure"),
         "about 320 thousand there": measured(
             "tokens_of_8b.json", longest_row("LoRA", "full_tiled_offload", 80), within_pct=2
         ),
@@ -462,7 +460,9 @@ FIGURES = {
                 "70B": "1,335 GiB | 1,072 GiB | 160 GiB | 40.6 GiB",
             }.items()
         },
-        "about 1B on cards of 24 GiB, and up to somewhere between 1B and 8B on cards of 80 GiB": Stated("from the table"),
+        "about 1B on cards of 24 GiB, and up to somewhere between 1B and 8B on cards of 80 GiB": Stated(
+            "from the table"
+        ),
         "8B fits 80 GiB even without checkpointing (67.3 GiB), but it does not fit 24 GiB": measured(
             "whole_or_shards.json", 80, whole_or_shards("8B", 8, "full", "none")["needed_bytes"] / GIB, 24
         ),
