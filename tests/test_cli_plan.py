@@ -104,9 +104,10 @@ def test_auto_is_the_dtype_of_16_bits_that_the_target_computes_in(
     tmp_path: Path, target: str, dtype: str, precision: str
 ) -> None:
     preset = tmp_path / "preset.yaml"
-    preset.write_text("dtype: auto\nlora: true\nactivation_checkpointing: none\nmicro_batch_size: 2\n")
+    preset.write_text("dtype: auto\nlora: true\ncompile: auto\nactivation_checkpointing: none\nmicro_batch_size: 2\n")
     found = planned(["plan", *LANGUAGE, "--config", str(preset), "--target", target], tmp_path)
     assert (found["mixed_precision"], value(flags_of(found["launch"]), "--dtype")) == (precision, dtype)
+    assert value(flags_of(found["launch"]), "--compile") == "none"  # as estimated
     assert ("--mixed_precision fp16" in found["launch"]) == (precision == "fp16")
 
 
@@ -351,6 +352,7 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SMALL, "--target_memory", "0GiB"], "--target_memory 0.0: must be above 0"),
         ([*SMALL, "--target", "a100", "--num_processes", "0"], "--num_processes 0: must be"),
         ([*SMALL, "--target", "a100", "--memory_budget_gib", "-1"], "--memory_budget_gib -1.0: must be"),
+        ([*SMALL, "--target", "a100", "--activation_checkpointing", "compiled"], "measured in a run, not estimated"),
         ([*SMALL, "--target", "cpu", "--mixed_precision", "fp16"], "fp16 does not work on the CPU"),
         ([*SMALL, "--target", "a100", "--microbatch_size", "4"], "did you mean --micro_batch_size?"),
         ([*SMALL, "--target", "a100", "--micro_batch_size", "none"], "--micro_batch_size none: must be"),

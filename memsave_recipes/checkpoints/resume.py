@@ -39,7 +39,7 @@ FREE = {
     *("collective_timeout_minutes", "project", "run_name", "tags", "show_labels", "push_to_hub", "hub_private_repo"),
     *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
-    "stream_weights",
+    *("compile", "stream_weights"),
 }
 """The flags that change no weight, or no more than rounding does."""
 LATER = {

@@ -293,6 +293,8 @@ def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
         decided["loss"] = chosen.loss
     if run.reduce_gradients == AUTO and chosen.reduces_once:
         decided["reduce_gradients"] = PER_STEP
+    if "compile" in request.named:
+        decided["compile"] = "none"  # as estimated
     if is_solved and not by_preset:
         decided["memory_budget_gib"] = f"{request.budget_gib:.12g}"
     return decided

@@ -18,7 +18,7 @@ from memsave_recipes.activations.blocks import CalledLayers, find_parts
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.offload import HOST_MEMORY
-from memsave_recipes.activations.streaming import streamed_parameters
+from memsave_recipes.activations.streaming import stream_of, streamed_parameters
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
@@ -483,14 +483,19 @@ def plans_to_measure(
         compiles: whether there is a device to compile for.
         ratios: of compiled memory, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
+
+    Raises:
+        InputError: a strategy that compiles, where nothing is compiled.
     """
+    if not compiles and strategy.startswith("compiled"):
+        raise InputError(f"strategy {strategy}: compiled layers are measured in a run, not estimated: plan with budget")
     modules = dict(workload.model.named_modules())
     blocks = [modules.get(name) for names in workload.stacks for name in names]
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
         to_host = device_type not in HOST_MEMORY
         strategies += ["selective", *(OFFLOADING_STRATEGIES if to_host else ())]
-        if compiles and strategy == "budget" and _can_compile(workload.model):
+        if compiles and strategy == "budget" and can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
         tokens = [tensor for tensor in workload.batch if tensor.dtype == torch.long and tensor.ndim > 0]  # (..., T)
         if strategy == "budget" and _has_tiles(blocks, tokens):
@@ -516,10 +521,10 @@ def _has_tiles(blocks: Sequence[nn.Module | None], tokens: Sequence[Tensor]) -> 
     return all(block is not None and find_mlps(block) for block in one_of_each.values())
 
 
-def _can_compile(model: nn.Module) -> bool:
-    """Return whether its layers repeat, take the same shapes in every batch, and there is a compiler."""
-    stacks = find_stacks(model)
-    if joined_batchnorm(model) is not None or (attends_by_document(model) and drops(model)):
+def can_compile(model: nn.Module) -> bool:
+    """Return whether its layers repeat and stay on the device, their shapes are known, and there is a compiler."""
+    stacks, is_streamed = find_stacks(model), stream_of(model) is not None
+    if is_streamed or joined_batchnorm(model) is not None or (attends_by_document(model) and drops(model)):
         return False
     try:
         check_compiler(model)

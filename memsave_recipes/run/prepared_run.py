@@ -1,6 +1,7 @@
 """The second phase of a run: Accelerate has prepared the model, and its plan is applied and proven."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -9,9 +10,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.streaming import leave_to_this_rank, resident_tensors, stream_of
+from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import check_merging
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
+from memsave_recipes.planner.budget import can_compile
 from memsave_recipes.planner.search import Candidate, reduction_line
 from memsave_recipes.planner.task import Task
 from memsave_recipes.profiling.preserve_state import preserve_state
@@ -21,11 +24,13 @@ from memsave_recipes.run.open_run import OpenRun
 from memsave_recipes.run.run_plan import choose_in_shards, host_budget_of, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.sharding import ShardGroups, is_sharded, shard
+from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
 from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.step.host_step import masters_of, scale_on_host
-from memsave_recipes.step.settings import PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.training.arguments import REGIONS
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import describe_float32, refuse_gradients, unused_weights
 from memsave_recipes.training.optimizers import (
@@ -52,6 +57,8 @@ class PreparedRun:
     def __init__(self, run: OpenRun, task: Task, batches: GlobalBatches, model: nn.Module, trained: nn.Module) -> None:
         """Prepare, plan and prove; ``Run.prepare`` says what it raises."""
         self.run, self.batches, self.unwrapped = run, batches, model
+        if run.args.compile == AUTO:
+            task = self._with_compile(task)
         args, accelerator, groups = run.args, run.accelerator, run.groups
         args.convert(model)
         args.check_model(model)
@@ -73,6 +80,15 @@ class PreparedRun:
         self.handle = apply_plan(model, self.planned.plan)
         self.equivalence = verify_plan(args.verify, accelerator, self.model, self.handle, batches, loss_of)
         settle_kernels(args.full_determinism, accelerator, self.model, batches, loss_of)
+
+    def _with_compile(self, task: Task) -> Task:
+        """Settle ``--compile auto``: a GPU, its compiler and layers that repeat; return the task with these flags."""
+        run, has_whole_rows = self.run, self.batches.layout.ranks_a_row == 1
+        may_compile = run.accelerator.device.type == "cuda" and has_whole_rows
+        compiles = on_main_process(run.accelerator, lambda: may_compile and can_compile(self.unwrapped))
+        run.args = replace(run.args, compile=REGIONS if compiles else NONE)
+        run.accelerator.print(f"--compile auto: {REGIONS if compiles else NONE}")
+        return replace(task, run=run.args)
 
     def _shard(self, task: Task, trained: nn.Module, groups: ShardGroups) -> Candidate | None:
         """Cut the weights up, in units of the plan that the flags name or that is found for a budget; return that."""

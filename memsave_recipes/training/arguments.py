@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from inspect import signature
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -37,6 +37,11 @@ MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
 """Other values of ``--verify``, which YAML users write for ``stop`` and ``off``."""
+REGIONS: Final = "regions"
+COMPILE_WORDS = dict.fromkeys(("true", "yes", "on"), REGIONS) | dict.fromkeys(("false", "no", "off"), NONE)
+"""Other values of ``--compile``, as YAML users write them."""
+COMPILED_AS = {"none": "compiled:1", "selective": "compiled", "full": "compiled:0"}
+"""The strategies that compile layers, by those that save about as much."""
 MAX_EPOCHS = MAX_GIB = MAX_MINUTES = 1e6
 MAX_WORKERS = 1024
 POLYNOMIAL_END = 1e-7  # of transformers
@@ -148,6 +153,15 @@ class RunArguments(TrackerArguments, ExactSettings):
         metadata={"help": "GiB of device memory that a step may take: limit of the search by budget and auto"},
     )
     gradient_checkpointing: bool = field(default=False, metadata={"help": "same as --activation_checkpointing full"})
+    compile: str = field(
+        default=NONE,
+        metadata={
+            "nargs": "?",
+            "const": REGIONS,
+            "help": "compile each repeated layer (rounds otherwise): regions (also --compile alone), none, or auto, "
+            "which is regions on a GPU with Triton, unless a flag asks for equal bits",
+        },
+    )
     verify: str = field(
         default="off",
         metadata={
@@ -213,6 +227,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         self.activation_checkpointing = self.activation_checkpointing or ("full" if is_full else "none")
         self.verify = VERIFY_WORDS.get(self.verify.lower(), self.verify)
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
+        self._check_compile()
         if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
         self._check_push()
@@ -242,6 +257,28 @@ class RunArguments(TrackerArguments, ExactSettings):
                 f"a whole number from 1 to {MAX_INT}, or auto",
             )
             self.micro_batch_size = int(str(size))
+
+    def _check_compile(self) -> None:
+        """``--compile regions`` is another word for a strategy; ``auto`` may become that where bits may differ."""
+        word = COMPILE_WORDS.get(self.compile.lower(), self.compile)
+        require(word in (NONE, REGIONS, AUTO), "--compile", self.compile, "regions, none or auto")
+        strategy, self.compile = str(self.activation_checkpointing), NONE
+        compiles = strategy in {*COMPILED_AS, "budget"} or strategy.startswith("compiled")
+        refusing = {
+            "--bitwise_topology": self.bitwise_topology,
+            "--batchnorm global": self.batchnorm == "global",
+            "--eval_only": self.eval_only,
+            f"--activation_checkpointing {strategy}": not compiles,
+        }
+        refused = next((flag for flag, holds in refusing.items() if holds), None)
+        if word == REGIONS:
+            if refused is not None:
+                raise InputError(f"--compile {REGIONS} does not go with {refused}: leave one of them out")
+            self.activation_checkpointing, self.gradient_checkpointing = COMPILED_AS.get(strategy, strategy), False
+        is_estimated = self.in_shards and self.searches
+        may_round = self.verify == "off" and not self.full_determinism and not is_estimated
+        if word == AUTO and refused is None and may_round and strategy in COMPILED_AS:
+            self.compile = AUTO
 
     def _check_push(self) -> None:
         """``--push_to_hub`` names a repository, and goes with a training."""

@@ -229,7 +229,7 @@ def _check_not_compiled() -> None:
     if backend != "no":
         raise InputError(
             f"dynamo_backend {backend} compiles the whole model, which no plan is made for: launch with "
-            "`--dynamo_backend no`, and compile its layers with --activation_checkpointing compiled"
+            "`--dynamo_backend no`, and compile its layers with --compile"
         )
 
 

@@ -28,6 +28,7 @@ PRECISION = "the precision is set before the script: accelerate launch --mixed_p
 ELSEWHERE = {
     "bf16": PRECISION.format("bf16"),
     "fp16": PRECISION.format("fp16"),
+    "torch_compile": "--compile compiles its layers",
     "hub_model_id": "--push_to_hub takes the name",
     "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
 }

@@ -42,6 +42,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, TrainedPartArguments, train_part
+from memsave_recipes.planner import budget
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.simulate import simulate
 from tests.decoders import SHAPE, TOKENS, CopiesAtOnce, causal_model, layers_of, offloading_engine, record
@@ -291,11 +292,14 @@ def test_a_model_without_frozen_weights_is_refused():
         streamed(causal_model("llama"))
 
 
-def test_layers_that_are_streamed_are_not_compiled():
+def test_layers_that_are_streamed_are_not_compiled(monkeypatch):
     model = adapted("llama")
     streamed(model)
     with pytest.raises(InputError, match="frozen weights are streamed cannot be compiled"):
         apply_plan(model, plan_blocks(model, "compiled"))
+    monkeypatch.setattr(budget, "check_compiler", lambda model: None)
+    assert budget.can_compile(adapted("llama"))
+    assert not budget.can_compile(model)
 
 
 def test_a_cpu_streams_nothing_and_says_so():

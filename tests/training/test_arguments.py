@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -43,6 +43,14 @@ def parse(*args):
         ["--verify", "waarn"],
         ["--eval_only", "--verify"],
         ["--eval_only", "--activation_checkpointing", "full"],
+        ["--compile", "model"],
+        ["--compile", "--eval_only"],
+        ["--compile", "--bitwise_topology", "--micro_batch_size", "2"],
+        ["--compile", "--batchnorm", "global"],
+        ["--compile", "--activation_checkpointing", "segments:2"],
+        ["--compile", "--activation_checkpointing", "plan.json"],
+        ["--compile", "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"],
+        ["--torch_compile"],
         ["--save_every", "0"],
         ["--save_every_minutes", "-1"],
         ["--save_every_minutes", "inf"],
@@ -76,6 +84,42 @@ def test_defaults_and_the_alias():
     run, *_ = parse()
     assert run.activation_checkpointing == "none"
     assert parse("--gradient_checkpointing")[0].activation_checkpointing == "full"
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [
+        ([], "compiled:1"),
+        (["yes", "--gradient_checkpointing"], "compiled:0"),
+        (["regions", "--activation_checkpointing", "full"], "compiled:0"),
+        (["--activation_checkpointing", "selective"], "compiled"),
+        (["--activation_checkpointing", "compiled:0.5"], "compiled:0.5"),
+        (["--activation_checkpointing", "budget", "--memory_budget_gib", "1"], "budget"),
+        (["no", "--activation_checkpointing", "full"], "full"),
+    ],
+)
+def test_compile_is_another_word_for_a_strategy(flags, strategy):
+    run, *_ = parse("--compile", *flags)
+    assert (run.activation_checkpointing, run.compile) == (strategy, "none")
+    assert replace(run) == run
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ([], "auto"),
+        (["--gradient_checkpointing"], "auto"),
+        (["--activation_checkpointing", "every:2"], "none"),
+        (["--activation_checkpointing", "budget", "--memory_budget_gib", "1"], "none"),
+        (["--bitwise_topology", "--micro_batch_size", "2"], "none"),
+        (["--verify"], "none"),
+        (["--full_determinism"], "none"),
+        (["--eval_only"], "none"),
+        (["--shard", "full", "--micro_batch_size", "auto", "--memory_budget_gib", "1"], "none"),
+    ],
+)
+def test_compile_auto_waits_for_the_model_unless_bits_are_promised(flags, left):
+    assert parse("--compile", "auto", *flags)[0].compile == left
 
 
 def help_of(capsys):

@@ -72,6 +72,7 @@ RUN = {
     "activation_checkpointing": PLANS,
     "memory_budget_gib": real(bad=("0",), odd=("0.5", "1e-9", "1e300", "80"), codes=(3,)),
     "gradient_checkpointing": Values(*SWITCH),
+    "compile": Values(("no", "none", "auto"), ("", "x", "None")),
     "verify": Values(("off",), ("", "x", "2", "None"), (None, "stop", "warn", "true"), codes=(5,)),
     "num_epochs": real("0.01", "1", "1e-300", bad=("0", "1e300")),
     "max_steps": whole("1", "2"),

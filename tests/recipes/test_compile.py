@@ -1,0 +1,55 @@
+"""``--compile``: the curve of eager layers within rounding, and a resumed run with the bits of an uninterrupted one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lives import FLAGS, assert_the_same_weights, curve, scratch
+from torch._dynamo.utils import counters
+
+from memsave_recipes.planner.task import Task
+from memsave_recipes.run import prepared_run
+from memsave_recipes.run.prepared_run import PreparedRun
+from memsave_recipes.training.arguments import RecipeArguments
+
+RECIPE = "language_modeling"
+MODELS = {"language_modeling": scratch("llama"), "image_classification": []}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", MODELS, indirect=True)
+def test_a_resumed_run_has_the_bits_of_one_that_nothing_ended(recipe, train, tmp_path, request):
+    name = request.node.callspec.params["recipe"]
+    flags = [*FLAGS[name], *MODELS[name], "--logging_steps", "1", "--save_every", "2", "--keep_checkpoints", "5"]
+    flags += ["--max_steps", "4", "--eval_steps", "99", "--lr_scheduler_type", "constant"]
+    train(*flags, output="plain")
+    before = counters["stats"]["unique_graphs"]
+    assert train(*flags, "--compile", output="whole")["plan"] == "compiled:1"
+    assert 0 < counters["stats"]["unique_graphs"] - before <= 2
+    assert curve(tmp_path / "whole") == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
+    train(*flags, "--compile", "--max_steps", "2", output="cut")
+    train(*flags, "--compile", "--resume", output="cut")
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    assert_the_same_weights(tmp_path / "cut/final", tmp_path / "whole/final")
+
+
+@pytest.mark.parametrize(
+    ("device", "repeats", "ranks_a_row", "strategy"),
+    [("cuda", True, 1, "compiled:0"), ("cuda", False, 1, "full"), ("cuda", True, 2, "full"), ("cpu", True, 1, "full")],
+)
+def test_auto_compiles_on_a_gpu_where_layers_repeat(device, repeats, ranks_a_row, strategy, monkeypatch):
+    said = []
+    monkeypatch.setattr(prepared_run, "on_main_process", lambda accelerator, ask: ask())
+    monkeypatch.setattr(prepared_run, "can_compile", lambda model: repeats)
+    flags = RecipeArguments(output_dir="run", compile="auto", activation_checkpointing="full")
+    prepared = object.__new__(PreparedRun)
+    prepared.unwrapped = torch.nn.Identity()
+    prepared.batches = SimpleNamespace(layout=SimpleNamespace(ranks_a_row=ranks_a_row))
+    prepared.run = SimpleNamespace(
+        args=flags, accelerator=SimpleNamespace(device=torch.device(device), print=said.append)
+    )
+    task = Task(run=flags, optim=flags, build_model=None, loss_of=None, micro_batch=None)
+    settled = prepared._with_compile(task).run
+    assert settled is prepared.run.args
+    assert (settled.activation_checkpointing, settled.compile) == (strategy, "none")
+    assert said == ["--compile auto: " + ("regions" if strategy == "compiled:0" else "none")]
