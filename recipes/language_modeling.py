@@ -126,7 +126,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     place(bare, accelerator.device, streamed=task.streamed)
     with accelerator.autocast():  # flash attention refuses float32
         check_model(bare, rows, args)
-    group = SequenceGroup.of(args.sequence_parallel, args.collective_timeout_minutes)
+    group = SequenceGroup.of(args.sequence_parallel, accelerator.init_handler.timeout)
     packed_attention, line = attend(bare, args, group)
     run.chose(packed_attention=packed_attention)
     stop_at(bare, rows.end_of_turn)

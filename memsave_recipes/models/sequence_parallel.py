@@ -83,11 +83,15 @@ class SequenceGroup:
     rank: int
 
     @classmethod
-    def of(cls, ranks: int, timeout_minutes: float) -> "SequenceGroup | None":
-        """Make the groups of all ranks, which call this together; ``None`` where each has rows of its own."""
+    def of(cls, ranks: int, timeout: timedelta) -> "SequenceGroup | None":
+        """Make the groups of all ranks, which call this together; ``None`` where each has rows of its own.
+
+        Args:
+            timeout: after which a trade fails: that of the process group of all ranks.
+        """
         if ranks == 1:
             return None
-        group, _ = dist.new_subgroups(ranks, timeout=timedelta(minutes=timeout_minutes))
+        group, _ = dist.new_subgroups(ranks, timeout=timeout)
         return cls(group, ranks, dist.get_rank(group))
 
     @property
@@ -143,8 +147,8 @@ class SequenceGroup:
 
     def _whole_rows(self, states: Tensor) -> Tensor:
         """Trade (B, H, L, D) for (B, H / ranks, ranks * L, D), a view of memory in the order (T, B, H, D)."""
-        heads = states.shape[1]
-        states = states.repeat_interleave(self.ranks // gcd(heads, self.ranks), dim=1)
+        repeats = self.ranks // gcd(states.shape[1], self.ranks)
+        states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
         parts = states.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4)  # (ranks, L, B, h, D)
         return self._trade(parts).flatten(0, 1).permute(1, 2, 0, 3)
 

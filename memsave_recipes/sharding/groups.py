@@ -133,8 +133,8 @@ def _group_size() -> str:
     for name in OTHER_PARALLELISM:
         if _size(name) > 1:
             raise InputError(
-                f"parallelism_config: {name.lower()}_size {_size(name)} cuts up single layers or rows, which the "
-                "recipes do not: set it to 1"
+                f"parallelism_config: {name.lower()}_size {_size(name)} cuts up single layers or rows in a way "
+                "that the recipes do not: set it to 1, and pass --sequence_parallel for long rows"
             )
     replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))

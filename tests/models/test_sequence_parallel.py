@@ -1,6 +1,7 @@
 """Rows that several ranks share: loss and gradients of whole rows, the same bits under a plan, and what is refused."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ ALL = {
 
 
 def group_of(ranks):
-    return SequenceGroup.of(ranks, timeout_minutes=1)
+    return SequenceGroup.of(ranks, timedelta(minutes=1))
 
 
 def adopted(group, model_type, **changes):

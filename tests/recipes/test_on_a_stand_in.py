@@ -4,6 +4,7 @@ Accelerate, DDP and FSDP2 go other ways on CUDA devices than on the CPU; ``tests
 """
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -78,6 +79,22 @@ def test_weights_in_shards_over_two_devices_train_as_on_one_rank(on_devices, tmp
     code, output = end_of(process)
     assert code == 0, output
     assert_the_same_training(tmp_path / "shards", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_rows_that_two_devices_share_train_as_on_one_rank(on_devices, tmp_path):
+    recipe = "language_modeling"
+    options = {"folder": tmp_path / "two", "common": flags_of(recipe)}
+    flags = ["--sequence_parallel", "2", "--activation_checkpointing", "full", "--verify", "--save_every", "4"]
+    environment = on_devices(2, POISON=1, WAITS=tmp_path / "waits")
+    process = launch(recipe, "multi_gpu", *flags, environment=environment, **options)
+    train_here(recipe, tmp_path / "one")
+    code, output = end_of(process)
+    assert code == 0, output
+    assert_the_same_training(tmp_path / "two", tmp_path / "one")
+    waits = "".join(path.read_text() for path in (tmp_path / "waits").iterdir())
+    in_groups = set(re.findall(r"sequence_parallel.py:\d+ (\w+)", waits))
+    assert in_groups == {"_why_not"}  # before the first step
 
 
 def test_ddp_equals_accumulation_bit_for_bit(on_devices, tmp_path):

@@ -6,9 +6,12 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.step.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder, seed_for
 
 
-def layout(global_batch_size, micro_batch_size, num_processes):
+def layout(global_batch_size, micro_batch_size, num_processes, ranks_a_row=1):
     return BatchLayout(
-        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_processes=num_processes
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        num_processes=num_processes,
+        ranks_a_row=ranks_a_row,
     )
 
 
@@ -28,6 +31,13 @@ def sizes(layout, num_samples=None):
         ((40, 2, 1), [[2] * 20], "40 samples = 2 x 1 rank x 20 accumulation steps"),
         ((41, 2, 1), [[2] * 20 + [1]], "41 samples = (20 of 2 + 1) x 1 rank"),
         ((5, 1, 4), [[1, 0], [1, 0], [1, 0], [1, 1]], "5 samples = (1+0) x 3 ranks + (1+1) x 1 rank"),
+        ((8, 2, 4, 2), [[2, 2]] * 4, "8 samples = 2 x 2 groups of 2 ranks x 2 accumulation steps"),
+        (
+            (3, 1, 4, 2),
+            [[1, 0]] * 2 + [[1, 1]] * 2,
+            "3 samples = (1+0) x 1 group of 2 ranks + (1+1) x 1 group of 2 ranks",
+        ),
+        ((1, 1, 4, 4), [[1]] * 4, "1 sample = 1 x 1 group of 4 ranks x 1 accumulation step"),
     ],
 )
 def test_any_batch_layout(shape, expected, words):
@@ -44,6 +54,12 @@ def test_a_step_holds_every_sample_once_and_all_ranks_make_equally_many_micro_ba
     assert len({len(rank) for rank in ranks}) == 1
 
 
+def test_neighbours_that_share_rows_have_the_same_samples():
+    of_ranks = layout(5, 2, 4, 2).micro_batches(5)
+    assert of_ranks[0] == of_ranks[1] == [range(0, 2), range(2, 2)]
+    assert of_ranks[2] == of_ranks[3] == [range(2, 4), range(4, 5)]
+
+
 def test_a_huge_global_batch_is_not_listed():
     assert layout(2**31 - 1, 2, 1).describe() == "2147483647 samples = (1073741823 of 2 + 1) x 1 rank"
 
@@ -51,9 +67,19 @@ def test_a_huge_global_batch_is_not_listed():
 def test_the_micro_batch_defaults_to_the_share():
     assert BatchLayout.of(25, None, 2).micro_batch_size == 13
     assert BatchLayout.of(8, 100, 2).micro_batch_size == 4
+    assert BatchLayout.of(8, None, 4, ranks_a_row=2).micro_batch_size == 4
 
 
-@pytest.mark.parametrize(("shape", "flag"), [((0, 1, 1), "--global"), ((4, 0, 1), "--micro"), ((4, 1, 8), "8 ranks")])
+@pytest.mark.parametrize(
+    ("shape", "flag"),
+    [
+        ((0, 1, 1), "--global"),
+        ((4, 0, 1), "--micro"),
+        ((4, 1, 8), "8 ranks"),
+        ((1, 1, 4, 2), "2 groups of 2 ranks"),
+        ((4, 1, 4, 3), "--sequence_parallel 3: 4 ranks cannot be divided into groups of 3"),
+    ],
+)
 def test_impossible_geometries_are_refused(shape, flag):
     with pytest.raises(InputError, match=flag):
         layout(*shape)
