@@ -69,9 +69,9 @@ class MicroBatched(WrapperTensor):
         lockstep = next(leaf.lockstep for leaf in leaves if isinstance(leaf, cls))
         return lockstep.run(func, leaves, structure)
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, gradient: "MicroBatched | None" = None, **options: Any) -> None:
         """Of all micro-batches together."""
-        torch.autograd.backward(self.tensors)
+        torch.autograd.backward(self.tensors, None if gradient is None else gradient.tensors)
 
 
 @dataclass(eq=False)

@@ -38,7 +38,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from math import fsum, isfinite
@@ -195,15 +195,15 @@ class GlobalBatches:
         )
         return make_loader(self.accelerator, self.dataset, sampler, self.collate_fn, self.num_workers)
 
-    def _num_valid(self, mine: list[Batch], num_samples: int) -> Tensor:
+    def _num_valid(self, mine: list[Batch], num_samples: int) -> Tensor | int:
         """Never waits for the device, which still computes the steps before: the host counts, and queues a fill."""
         if self.count_valid is None:
-            return torch.full((), num_samples, device=self.accelerator.device)
+            return num_samples
         is_first_of_row = self._rank % self.layout.ranks_a_row == 0
         of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine) if is_first_of_row else 0
-        count = torch.full((), of_this_rank, device=self.accelerator.device)
         if self.layout.num_processes == 1:
-            return count
+            return of_this_rank
+        count = torch.full((), of_this_rank, device=self.accelerator.device)
         of_all_ranks: Tensor = self.accelerator.reduce(count, "sum")
         return of_all_ranks
 
@@ -215,7 +215,7 @@ class GlobalBatch:
     Args:
         step, epoch: from 0.
         num_samples: of the whole step, over all ranks.
-        num_valid: positions that count in its loss, over all ranks; a tensor on the device.
+        num_valid: positions that count in its loss, over all ranks; on the device where these have added it up.
         weight: the sum of the weights of the samples of the whole step, where they have some.
         micro_batches: this rank's, on the host.
     """
@@ -224,20 +224,24 @@ class GlobalBatch:
     step: int
     epoch: int
     num_samples: int
-    num_valid: Tensor
+    num_valid: Tensor | int
     weight: float | None = None
     micro_batches: list[Batch]
     seed: int
     loss: Tensor | float = 0.0
     """This rank's part of the mean loss of the global batch; the parts of all ranks add up to it."""
+    _factors: tuple[Tensor, Tensor] | None = field(init=False, default=None)
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
-        """The micro-batches on the device, for one forward and backward each; the last backward synchronises."""
+        """The micro-batches on the device, for one forward and backward each; the last backward synchronises.
+
+        Their ``index`` stays on the host: no model takes it.
+        """
         last = len(self.micro_batches) - 1
         for index, micro_batch in enumerate(self.micro_batches):
             self._seed_dropout(index)
             with nullcontext() if index == last else self.accelerator.no_sync(model):
-                yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True)
+                yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True, skip_keys="index")
 
     def _seed_dropout(self, index: int) -> None:
         """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
@@ -246,9 +250,23 @@ class GlobalBatch:
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
 
-    def _weighted(self, loss_sum: Tensor) -> Tensor:
-        """A global batch without a valid position, or without weight, has no loss: 0 / 1, not 0 / 0."""
-        return loss_sum / (self.num_valid.clamp(min=1) if self.weight is None else self.weight or 1.0)
+    def _divisor_and_gradient(self, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
+        """What divides a summed loss, and the gradient that it has then by rule 4: computed once a step.
+
+        A global batch without a valid position, or without weight, has no loss: 0 / 1, not 0 / 0.
+        """
+        if self._factors is None:
+            count = self.num_valid if self.weight is None else self.weight
+            above_0 = count.clamp(min=1) if isinstance(count, Tensor) else count or 1
+            divisor = torch.as_tensor(above_0, dtype=loss_sum.dtype)
+            gradient = torch.full_like(divisor, self._num_averaged) / divisor
+            on_device = isinstance(count, Tensor)
+            self._factors = (divisor, gradient) if on_device else (self._filled(divisor), self._filled(gradient))
+        return self._factors
+
+    def _filled(self, on_host: Tensor) -> Tensor:
+        """A number of the host on the device, without a copy, which would wait for it."""
+        return torch.full((), on_host.item(), dtype=on_host.dtype, device=self.accelerator.device)
 
     def _position(self, index: int) -> tuple[int | None, ...]:
         """Of a micro-batch in its step, for the seed of dropout."""
@@ -262,16 +280,18 @@ class GlobalBatch:
     def backward(self, loss_sum: Tensor) -> None:
         """Add the gradient of a micro-batch's summed loss, weighted as its part of the global mean (rules 3 and 4).
 
-        Where the loss is not finite, neither is the gradient, so that every rank sees it in the norm.
+        Where the loss is not finite, neither is the gradient, so that every rank sees it in the norm. Torch's backward
+        begins with that gradient: of a weighted loss it would make the same one with four more operators.
         """
-        loss = self._weighted(loss_sum)
-        nan_unless_finite = 0 * loss.detach()
-        self.accelerator.backward(loss * (self._divisor + nan_unless_finite))
-        self.loss = self.loss + loss.detach()
+        scaler, (divisor, gradient) = self.accelerator.scaler, self._divisor_and_gradient(loss_sum)
+        scaled = loss_sum if scaler is None else scaler.scale(loss_sum)
+        scaled.backward(torch.add(gradient, loss_sum.detach(), alpha=0))
+        loss = loss_sum.detach() / divisor
+        self.loss = loss if isinstance(self.loss, float) else self.loss + loss
 
     @property
-    def _divisor(self) -> int:
-        """By which DDP will divide."""
+    def _num_averaged(self) -> int:
+        """The number of ranks, by which DDP will divide."""
         count: int = self.accelerator.num_processes
         return count
 
@@ -300,7 +320,8 @@ class BitwiseGlobalBatch(GlobalBatch):
     def backward(self, loss_sum: Tensor) -> None:
         """As of ``GlobalBatch``; the last one leaves the sum over all ranks on the parameters."""
         super().backward(loss_sum)
-        losses = [self._weighted(loss.detach()) for loss in inner_tensors([loss_sum])]
+        divisor, _ = self._divisor_and_gradient(loss_sum)
+        losses = [loss.detach() / divisor for loss in inner_tensors([loss_sum])]
         if isinstance(loss_sum, WrapperTensor):
             self.loss = torch.stack(losses).sum()
         self.sums.take(losses)
@@ -309,7 +330,7 @@ class BitwiseGlobalBatch(GlobalBatch):
         return self.sums.position(index)
 
     @property
-    def _divisor(self) -> int:
+    def _num_averaged(self) -> int:
         return 1
 
 

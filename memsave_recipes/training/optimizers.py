@@ -339,16 +339,17 @@ class NonFiniteGuard:
         """
         if grad_norm is None:
             return True
-        is_bad = ~torch.isfinite(torch.as_tensor(batch.loss) if self.has_scaler else grad_norm)
+        judged = torch.as_tensor(batch.loss) if self.has_scaler else grad_norm
+        found_inf = (judged - judged).ne_(0).to(torch.float32)  # 0 of a finite number; of others NaN, which is not 0
         for buffer, before in self.statistics:
-            before.copy_(torch.where(is_bad.to(buffer.device, non_blocking=True), before, buffer))
+            before.copy_(torch.where(found_inf.to(buffer.device, non_blocking=True) > 0, before, buffer))
             buffer.copy_(before)
         if self.has_scaler:
             return True
         if self.takes_found_inf:
-            self.optimizer.found_inf = is_bad.to(torch.float32)
+            self.optimizer.found_inf = found_inf
             return True
-        return not is_bad.item()
+        return not found_inf.item()
 
 
 def _takes_found_inf(optimizer: Any, *, goes_on: bool) -> bool:
@@ -376,16 +377,17 @@ class StepLosses:
         """Of the last step that has been read; ``None`` where no step had one."""
         self._sum: Callable[[list[float]], float] = exact_sum if exact else sum
         self._read: list[float] = []
-        self._unread: dict[int, tuple[Tensor, Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
+        self._unread: dict[int, tuple[list[Tensor], Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
 
     def add(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
         """Take in a finished step. Reads nothing from the device."""
-        self._unread[batch.step] = torch.stack(batch.loss_parts), grad_norm
+        self._unread[batch.step] = list(batch.loss_parts), grad_norm
 
     def parts(self) -> dict[tuple[int, int], float]:
-        """This rank's parts of the losses that nobody has read yet, by step and number. Waits for the device."""
-        parts = ((step, losses.tolist()) for step, (losses, _) in self._unread.items())
-        return {(step, number): part for step, values in parts for number, part in enumerate(values)}
+        """This rank's parts of the losses that nobody has read yet, by step and number. Waits for the device, once."""
+        of_steps = ((step, losses) for step, (losses, _) in self._unread.items())
+        unread = {(step, number): part for step, losses in of_steps for number, part in enumerate(losses)}
+        return dict(zip(unread, torch.stack(list(unread.values())).tolist(), strict=True)) if unread else {}
 
     def take_in(self, of_ranks: Mapping[tuple[int, int], list[float]]) -> None:
         """The ``parts`` of all ranks.

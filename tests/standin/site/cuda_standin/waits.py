@@ -10,10 +10,13 @@ import json
 import os
 import traceback
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import torch
+
+LIBRARY = torch.library.Library("aten", "IMPL")
 FOLDER = os.environ.get("STANDIN_WAITS")
 HERE = str(Path(__file__).parent)
 waits: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -65,10 +68,22 @@ def as_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+def _count_lists_as_one() -> None:
+    """Count an operator on a list of tensors as CUDA launches it; here it takes one after the other."""
+    one_by_one = "CompositeExplicitAutograd"
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(one_by_one):
+        if name.startswith("aten::_foreach_"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            kernel = partial(operator._op_dk, getattr(torch._C.DispatchKey, one_by_one))
+            LIBRARY.impl(name, as_one(kernel), "CUDA")
+
+
 def install(library: ctypes.CDLL) -> None:
-    """Count waits from now on, where a folder for them is named."""
+    """Count operators from now on, and waits where a folder for them is named."""
     global _count
     _count = library.standin_launches
+    _count_lists_as_one()
     if FOLDER:
         library.standin_on_wait(_note)
         atexit.register(_write)
