@@ -63,6 +63,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -338,8 +340,7 @@ _WATCHING: list[dict[int, int]] = []
 
 def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``select_ops`` keeps the output of this call of an operator. See NOTE [ random numbers ]."""
-    known = _known_of(op)
-    return known.name in KEPT_OPERATORS and not known.is_mutable and not draws(op, args, kwargs)
+    return _known_of(op).may_be_kept and not draws(op, args, kwargs)
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -361,6 +362,7 @@ class _Operator:
         self.name = op.name().partition(".")[0] if hasattr(op, "name") else ""
         self.is_counted = op not in SAC_IGNORED_OPS
         self.is_mutable = schema is not None and bool(schema.is_mutable)
+        self.may_be_kept = self.name in KEPT_OPERATORS and not self.is_mutable
         self.is_seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         dropouts = [(position, one.default_value) for position, one in arguments if one.name == "dropout_p"]
         self.dropout = dropouts[0] if dropouts else None
@@ -393,7 +395,7 @@ class _Kept:
     """The output of an operator in the first run, which the second one takes."""
 
     def __init__(self, output: Any) -> None:
-        self.set(tree_map_only(Tensor, _detached, output))
+        self.set(_of_tensors(_detached, output))
 
     def set(self, output: Any) -> None:
         """Keep this one."""
@@ -422,8 +424,18 @@ def _detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def _of_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """``values`` with those of ``function`` in place of the tensors."""
+    return function(values) if isinstance(values, Tensor) else tree_map_only(Tensor, function, values)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Those in ``values``, mostly one."""
+    return [values] if isinstance(values, Tensor) else [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
 def _versions(values: Any) -> list[int]:
-    return [value._version for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return [tensor._version for tensor in _tensors(values)]
 
 
 class _Run(TorchDispatchMode):
@@ -473,7 +485,7 @@ class _FirstRun(_Run):
             self._allow_writes(known, args, kwargs)
         output = func(*args, **kwargs)
         if known.is_counted:
-            keeps = known.name in KEPT_OPERATORS and is_kept(func, args, kwargs)
+            keeps = known.may_be_kept and not draws(func, args, kwargs)
             self.outputs[known].append(_Kept(output) if keeps else None)
             if keeps:
                 self._add_kept(output)
@@ -492,7 +504,7 @@ class _FirstRun(_Run):
     def _keep_copies(self, storage: int) -> None:
         for kept in filter(None, chain.from_iterable(self.outputs.values())):
             if storage in _storages(kept.output):
-                kept.set(tree_map_only(Tensor, partial(_copy_of_what_is_in, storage), kept.output))
+                kept.set(_of_tensors(partial(_copy_of_what_is_in, storage), kept.output))
                 self._add_kept(kept.output)
 
     def _add_kept(self, output: Any) -> None:
@@ -517,6 +529,8 @@ class _SecondRun(_Run):
     def __enter__(self) -> "_SecondRun":
         self.calls = {op: iter(outputs) for op, outputs in self.outputs.items()}
         self.frozen.__enter__()
+        self.hooks = saved_tensors_hooks(*_outside_of_modes(*_top_saved_tensors_default_hooks(True)))
+        self.hooks.__enter__()
         TorchDispatchMode.__enter__(self)
         return self
 
@@ -524,6 +538,7 @@ class _SecondRun(_Run):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         TorchDispatchMode.__exit__(self, kind, error, trace)
+        self.hooks.__exit__()
         self.frozen.__exit__()
 
     def __torch_dispatch__(
@@ -543,6 +558,18 @@ class _SecondRun(_Run):
 _NO_CALLS: Iterator[Any] = iter(())
 
 
+def _outside_of_modes(pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """The hooks of torch's checkpoint, which detaches each saved tensor: no operator of the block."""
+
+    def packed(tensor: Tensor) -> Any:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return pack(tensor)
+        with torch._C._DisableTorchDispatch():
+            return pack(tensor)
+
+    return packed, unpack
+
+
 def _refusal(block: str, reason_and_way_out: str) -> InputError:
     return InputError(
         f"strategy: {block} cannot run under selective, because {reason_and_way_out}, or keep or recompute this block"
@@ -551,5 +578,5 @@ def _refusal(block: str, reason_and_way_out: str) -> InputError:
 
 def _storages(values: Any) -> dict[int, int]:
     """Identity and bytes of the storages of all tensors in ``values``; fake ones have no address."""
-    storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+    storages = [tensor.untyped_storage() for tensor in _tensors(values)]
     return {storage._cdata: storage.nbytes() for storage in storages if storage.nbytes()}
