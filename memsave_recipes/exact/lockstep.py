@@ -69,7 +69,7 @@ class MicroBatched(WrapperTensor):
         lockstep = next(leaf.lockstep for leaf in leaves if isinstance(leaf, cls))
         return lockstep.run(func, leaves, structure)
 
-    def backward(self, gradient: "MicroBatched | None" = None, **options: Any) -> None:
+    def backward(self, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
         """Of all micro-batches together."""
         torch.autograd.backward(self.tensors, None if gradient is None else gradient.tensors)
 
