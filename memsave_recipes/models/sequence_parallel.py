@@ -171,7 +171,7 @@ class SequenceGroup:
         if compiles:
             raise InputError(
                 f"--sequence_parallel {self.ranks}: layers that trade with other ranks are not compiled: take full or "
-                "full_tiled"
+                "full_tiled, without --compile"
             )
         if reason := attend_by_document(model) or _why_not_in_parts(model) or self._why_not(model):
             raise InputError(f"--sequence_parallel {self.ranks}: the model needs whole rows, as {reason}: leave it out")
