@@ -6,6 +6,7 @@ matplotlib is optional: other modules import these two when they draw.
 import io
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,16 @@ def to_svg(figure: Figure) -> str:
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     _, tag, content = file.getvalue().partition("<svg")
-    element = re.sub(' xmlns(:xlink)?="[^"]*"', "", f"{tag}{content}", count=2)  # HTML knows these names
-    return element.replace(f": {INK}", ": currentColor")
+    element = re.sub(' xmlns(:xlink)?="[^"]*"', "", content, count=2)  # HTML knows these names
+    described = escape("; ".join(map(_described, figure.axes)))
+    return f'{tag} role="img" aria-label="{described}"' + element.replace(f": {INK}", ": currentColor")
+
+
+def _described(axes: Axes) -> str:
+    """Return the texts of the chart and the lengths of its bars, for a screen reader."""
+    texts = (axes.get_title(), axes.get_ylabel(), axes.get_xlabel())
+    bars = [f"{bars.get_label()}: {', '.join(f'{bar.get_width():.3g}' for bar in bars)}" for bars in axes.containers]
+    return "; ".join([*filter(None, texts), *bars]).replace(r"\$", "$")
 
 
 def memory_unit(values: Sequence[float]) -> tuple[str, int]:

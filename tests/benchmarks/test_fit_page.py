@@ -252,3 +252,17 @@ def test_all_weights_and_adapters_are_told_apart(page, browse, tmp_path):
     everything, _ = asked(browse, tmp_path, {**choose, "train": "all"})
     assert "--lora" not in everything["line"]
     assert "LoRA" not in everything["ways"]
+
+
+@pytest.mark.slow
+def test_keys_alone_choose_and_select_the_line(keyboard):
+    page = keyboard(PAGE.as_uri())
+    page.until("focus.name === 'train'")
+    page.press("ArrowDown", times=2)
+    assert page.see("focus.value") == "lora"
+    page.until("focus.id === 'line'")
+    line = page.see("getSelection().toString()")
+    assert line == page.see("focus.innerText")
+    assert " --lora " in line
+    page.until("focus.id === 'command'")
+    assert page.see("getSelection().toString()").startswith("memsave fit ")

@@ -102,14 +102,26 @@ def test_what_is_no_confusion_matrix_is_left_out(make_run: Make, matrix: Any) ->
     assert "Confusion" not in to_html(compare([run]))
 
 
-def test_a_heading_sorts(runs: list[Run], tmp_path: Path, browse: Callable[[str], Any]) -> None:
-    act = """<script>
-      [...document.querySelectorAll("thead button")].find((b) => b.textContent === "peak memory").click();
-    </script></body>"""
-    seen = opened(to_html(compare(runs)).replace("</body>", act), tmp_path, browse)
-    body = seen.html.partition("<tbody>")[2]
-    assert body.index("segments") < body.index("plain")
-    assert seen.console == []
+def test_keys_alone_sort_and_fold(runs: list[Run], tmp_path: Path, keyboard: Callable[[str], Any]) -> None:
+    file = tmp_path / "compare.html"
+    file.write_text(to_html(compare(runs)), encoding="utf-8")
+    page = keyboard(file.as_uri())
+    page.until("focus.getAttribute('aria-label') === 'Table: vgg11'")  # rows that are out of sight scroll by arrows
+    page.until("focus.textContent === 'peak memory'")
+    for key, way, first in (("Enter", "ascending", "segments"), ("Space", "descending", "plain")):
+        page.press(key)
+        assert page.see("focus.closest('th').ariaSort") == way
+        assert first in page.see("focus.closest('table').tBodies[0].rows[0].cells[0].textContent")
+    page.until("focus.tagName === 'SUMMARY'")
+    page.press("Space")
+    assert page.see("focus.parentNode.open") is False
+
+
+def test_charts_have_a_text_for_a_screen_reader(runs: list[Run]) -> None:
+    charts = re.findall(r'<svg role="img" aria-label="(.*?)"', to_html(compare(runs)))
+    assert len(charts) == 5
+    assert charts[0] == "vgg11: filled is Pareto-optimal; throughput, samples/s; peak memory, GiB"
+    assert "; parameters: 0, 0.2; gradients: 0, 0.1; " in charts[1]
 
 
 def test_the_console_is_watched(tmp_path: Path, browse: Callable[[str], Any]) -> None:

@@ -78,8 +78,7 @@ def _of_heads(heads: dict[tuple[str, str], str]) -> str:
 
 
 def _counts(families: dict[str, dict[str, Row]]) -> str:
-    counted = "Each cell has the number of model types that are identical / refused, among those that were built."
-    lines = ["## Counts\n", f"{counted}\n"]
+    lines = ["## Counts\n", "Identical / refused, in numbers of the model types that were built.\n"]
     lines.append(_row("family", "built", *(f"`{one}`" for one in STRATEGIES), "no plan works", "not built"))
     lines.append(_row(*["---"] * (len(STRATEGIES) + 4)))
     everything = [("all", [row for rows in families.values() for row in rows.values()])]
