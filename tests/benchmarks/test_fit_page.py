@@ -239,7 +239,7 @@ def test_where_nothing_fits_it_says_what_would(page, browse, tmp_path):
     text = page.FIGURES.sub(lambda _: json.dumps(figures), TEXT)
     shown, _ = asked(browse, tmp_path, {"model": name, "card": "l4", "train": "any", "cards": "1"}, text=text)
     assert shown["verdict"] == "It does not fit NVIDIA L4"
-    assert shown["how"] == f"Least is needed {said}."
+    assert shown["how"] == f"The least memory is needed {said}."
     assert shown["line"] == ""
     assert "too much" in shown["legend"]
 
