@@ -59,13 +59,13 @@ from memsave_recipes.training.launch import deterministic_kernels
 
 @dataclass(kw_only=True)
 class ModelArguments(TransformerArguments):
-    """Which causal language model, and how it makes its loss."""
+    """The causal language model and its loss."""
 
-    loss: LossKind = field(default="auto", metadata={"help": "chunked never makes the logits; auto: where it pays"})
+    loss: LossKind = field(default="auto", metadata={"help": "chunked never holds all logits; auto: if it pays"})
     dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
-    prompt: str | None = field(default=None, metadata={"help": "continued or replied to at the end; default: held out"})
+    prompt: str | None = field(default=None, metadata={"help": "text to continue at the end; default: a held-out one"})
     packed_attention: PackedAttention = field(
-        default="auto", metadata={"help": "packed rows: document (each by itself), mask; auto: document where equal"}
+        default="auto", metadata={"help": "packed rows: document (each by itself) or mask; auto: document if equal"}
     )
 
     @property

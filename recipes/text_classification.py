@@ -63,10 +63,10 @@ DEFAULT_CLASSES = 2  # where a plan is made before the texts are there
 
 @dataclass(kw_only=True)
 class DataArguments(LabelledTextArguments):
-    """Which labelled texts, in which tokens, and how much of each."""
+    """The labelled texts, their tokenizer and length."""
 
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
-    vocab_size: int = field(default=8192, metadata={"help": "of the tokenizer that is trained where none is given"})
+    vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer, if one is trained"})
     max_length: int = field(default=128, metadata={"help": "tokens after which a text or pair is cut off"})
 
     def __post_init__(self) -> None:

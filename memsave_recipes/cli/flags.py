@@ -20,7 +20,7 @@ CONFIGS = "accelerate_configs"
 FILES = {
     "png": "file for the chart; no table is printed",
     "html": "file for a page with table and chart",
-    "json": "file for all data; - prints it in place of the table",
+    "json": "file for all data; - prints it instead of the table",
 }
 UNITS = {"": GIB, "gib": GIB, "gb": 10**9, "mib": MIB}
 
@@ -73,11 +73,11 @@ def _copied(recipes: Path, target: Path) -> Path:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``memsave plan``."""
     _add_recipe_flags(parser)
-    parser.add_argument("--all", action="store_true", help="every candidate, not only the best of each micro-batch")
+    parser.add_argument("--all", action="store_true", help="show all, not only the best of each micro-batch")
     parser.add_argument(
         "--largest",
         choices=["block_size", "micro_batch_size", "global_batch_size"],
-        help="the largest value of this flag of the recipe with which the run fits",
+        help="find the largest value of this flag with which the run fits",
     )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="file for the chosen plan; the launch line names it")
     _add_files(parser, "json", "html")
@@ -87,9 +87,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def add_frontier(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``memsave frontier``."""
     _add_recipe_flags(parser)
-    parser.add_argument("--all", action="store_true", help="every point, not only the Pareto-optimal")
-    parser.add_argument("--measure", action="store_true", help="measurements of the points on this machine's device")
-    parser.add_argument("--over", choices=["block_size"], help="memory against the length of rows, up to what fits")
+    parser.add_argument("--all", action="store_true", help="show all points, not only Pareto-optimal ones")
+    parser.add_argument("--measure", action="store_true", help="also measure the points on this machine's device")
+    parser.add_argument("--over", choices=["block_size"], help="compare memory with the length of rows")
     _add_files(parser, "png", "html", "json")
     parser.set_defaults(command=_imported("memsave_recipes.cli.plan", "frontier"))
 
@@ -102,18 +102,16 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="folder with a config.json, type of transformers (llama, vit), one of ours (vgg16), or a Hub id",
     )
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--card", metavar="DEVICE", help="such as rtx4090; default: this machine's device")
+    device.add_argument("--card", metavar="DEVICE", help="card, such as rtx4090; default: this machine's device")
     device.add_argument(
         "--memory", type=memory_gib, metavar="GIB", help="of any GPU, such as 24GiB, at the rates of an A100"
     )
     _add_host_memory(parser)
-    parser.add_argument(
-        "--length", type=int, metavar="N", help="tokens of a sample; default: 2048, for classifiers 512"
-    )
-    parser.add_argument("--image_size", type=int, metavar="N", help="pixels a side; default: the model's, or 224")
-    parser.add_argument("--global_batch_size", type=int, default=16, metavar="N", help="samples of a step; default: 16")
-    parser.add_argument("--micro_batch_size", type=int, metavar="N", help="samples of a forward; default: searched")
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="as of the recipes; default: adamw")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens per sample; default: 2048, for classifiers 512")
+    parser.add_argument("--image_size", type=int, metavar="N", help="pixels per side; default: the model's, or 224")
+    parser.add_argument("--global_batch_size", type=int, default=16, metavar="N", help="samples per step; default: 16")
+    parser.add_argument("--micro_batch_size", type=int, metavar="N", help="samples per forward; default: searched")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="as in the recipes; default: adamw")
     parser.add_argument(
         "--mixed_precision",
         choices=["no", "bf16", "fp16"],
@@ -155,7 +153,7 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         "--target_memory",
         type=memory_gib,
         metavar="GIB",
-        help="memory of that device, such as 12GiB; without --target: of any GPU, at the rates of an A100",
+        help="memory of this device, such as 12GiB; without --target: a GPU of this size with the speed of an A100",
     )
     _add_host_memory(parser)
     parser.add_argument("--num_processes", type=int, default=1, metavar="N", help="number of devices; default: 1")
@@ -163,7 +161,7 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         "--interconnect",
         type=float,
         metavar="GB",
-        help="GB/s that a device sends to others, for --shard; default: as much as to its host",
+        help="GB/s from one device to the others, for --shard; default: the same as to its host",
     )
     parser.add_argument(
         "--mixed_precision",
@@ -179,7 +177,7 @@ def _add_host_memory(parser: argparse.ArgumentParser) -> None:
         "--host_memory",
         type=memory_gib,
         metavar="GIB",
-        help="memory of the host that is free for offloading, such as 64GiB; default: not checked",
+        help="host memory that is free for offloading, such as 64GiB; default: not checked",
     )
 
 

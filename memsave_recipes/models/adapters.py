@@ -55,7 +55,7 @@ PEFT_NAMES = {  # of flags in peft's configuration
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """Adapters in place of all weights."""
+    """Adapters instead of all weights."""
 
     lora: bool = field(default=False, metadata={"help": "train low-rank adapters and freeze the weights"})
     lora_rank: int = field(default=16, metadata={"help": "rank of the update of each layer"})
@@ -67,17 +67,17 @@ class LoraArguments:
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={
-            "help": "endings of module names, such as q_proj v_proj; default: all linear layers but the head, or all "
-            "convolutions of a network without"
+            "help": "endings of module names, such as q_proj v_proj; default: all linear layers except the head, or "
+            "all convolutions if there is no linear layer"
         },
     )
     lora_modules_to_save: list[str] = field(
-        default_factory=list, metadata={"help": "endings of modules that train whole beside the adapters"}
+        default_factory=list, metadata={"help": "endings of names of modules that train in full, besides the adapters"}
     )
     use_rslora: bool = field(
         default=False, metadata={"help": "multiply updates by lora_alpha / sqrt(lora_rank): rsLoRA"}
     )
-    use_dora: bool = field(default=False, metadata={"help": "train the norm of each row beside its direction: DoRA"})
+    use_dora: bool = field(default=False, metadata={"help": "train norm and direction of each row separately: DoRA"})
     lora_merge: bool = field(
         default=False, metadata={"help": "save the model with the updates merged into its weights"}
     )

@@ -48,9 +48,9 @@ class ImageModelArguments(TransformerArguments):
     """Which network: one of ours, or any image classifier of transformers."""
 
     model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
-    weights: str | None = field(default=None, metadata={"help": "for --model: a .safetensors or .pth of its weights"})
+    weights: str | None = field(default=None, metadata={"help": "weights for --model: a .safetensors or .pth"})
     channels_last: bool = field(
-        default=False, metadata={"help": "weights of convolutions in the order that GPUs are fastest with"}
+        default=False, metadata={"help": "use the memory format in which GPUs convolve fastest"}
     )
 
     def __post_init__(self) -> None:

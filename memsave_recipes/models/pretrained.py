@@ -49,7 +49,7 @@ Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 
 @dataclass(kw_only=True)
 class TransformerArguments:
-    """Which model of transformers, and how it computes attention."""
+    """The model of transformers and its attention."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -64,8 +64,8 @@ class TransformerArguments:
     dropout: float | None = field(
         default=None,
         metadata={
-            "help": "dropout probability of all layers (0: the loss does not depend on the batch layout); "
-            "default: the model's"
+            "help": "dropout probability of all layers; with 0 the loss does not depend on the batch layout; default: "
+            "the model's"
         },
     )
     attn_implementation: str | None = field(

@@ -48,7 +48,7 @@ class SequenceArguments:
 
     sequence_parallel: int = field(
         default=1,
-        metadata={"help": "ranks that share each row (Ulysses), where one is too long for a rank; divides the heads"},
+        metadata={"help": "ranks that share each row (Ulysses), if rows are too long for one; must divide the heads"},
     )
 
     def __post_init__(self) -> None:

@@ -26,12 +26,12 @@ class TrainedPartArguments(LoraArguments):
 
     train_last_blocks: int | None = field(
         default=None,
-        metadata={"help": "train so many blocks, the last ones, with what is behind them, and freeze the rest"},
+        metadata={"help": "train the last N blocks and the layers after them, and freeze the rest"},
     )
     stream_weights: Literal["none", "host"] = field(
         default="none",
         metadata={
-            "help": "host: weights of layers wait there until their layer runs (on a GPU): frozen ones, and with "
+            "help": "host: keep the weights of a layer on the host until it runs (on a GPU): frozen weights, and with "
             "--offload_optimizer step all"
         },
     )
@@ -71,9 +71,9 @@ class TrainedPartArguments(LoraArguments):
 
 @dataclass(kw_only=True)
 class ClassifierTrainingArguments(TrainedPartArguments):
-    """Whether a classifier trains its head alone."""
+    """Training only the head of a classifier."""
 
-    freeze_backbone: bool = field(default=False, metadata={"help": "train the head of the classifier alone"})
+    freeze_backbone: bool = field(default=False, metadata={"help": "train only the head of the classifier"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -98,15 +98,13 @@ class TrackerArguments:
 class RunArguments(TrackerArguments, ExactSettings):
     """The folder, global batch, memory plan and length of a run."""
 
-    output_dir: str = field(metadata={"help": "folder of everything that the run writes"})
+    output_dir: str = field(metadata={"help": "folder for everything that the run writes"})
     overwrite: bool = field(default=False, metadata={"help": "delete the run that --output_dir holds"})
     push_to_hub: str | None = field(
         default=None,
         metadata={"help": "upload final/ to this repository of the Hub at the end: NAME or OWNER/NAME; needs a login"},
     )
-    hub_private_repo: bool = field(
-        default=True, metadata={"help": "make the repository of --push_to_hub private, where it is a new one"}
-    )
+    hub_private_repo: bool = field(default=True, metadata={"help": "make a new repository of --push_to_hub private"})
     global_batch_size: int = field(
         default=64, metadata={"help": "samples of one optimizer step, over all ranks and accumulation steps"}
     )
@@ -128,7 +126,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         default=None,
         metadata={
             "help": "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over "
-            "groups of so many ranks that replicate one another; default: what the launch file says, else none"
+            "groups of N ranks, each with the whole model; default: what the launch file says, else none"
         },
     )
     reduce_gradients: Literal["auto", "micro_batch", "step"] = field(
@@ -138,7 +136,7 @@ class RunArguments(TrackerArguments, ExactSettings):
             "but whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch"
         },
     )
-    drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
+    drop_last: bool = field(default=False, metadata={"help": "skip the last step of an epoch if it has fewer samples"})
     activation_checkpointing: str | None = field(
         default=None,
         metadata={
@@ -167,7 +165,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         metadata={
             "nargs": "?",
             "const": "stop",
-            "help": "check before training that the plan changes no result of one global batch, in the time of two; "
+            "help": "before training, check on one global batch that the plan changes no result (takes two batches); "
             "stop (also --verify alone) or warn if it does",
         },
     )
@@ -176,13 +174,13 @@ class RunArguments(TrackerArguments, ExactSettings):
     seed: int = field(default=0, metadata={"help": "seed of weights, sample order, augmentation and dropout"})
     full_determinism: bool = field(
         default=False,
-        metadata={"help": "use torch's deterministic kernels, where it has them: the same bits in every run on a GPU"},
+        metadata={"help": "use deterministic kernels if torch has them: the same bits in every run on a GPU"},
     )
     dtype: Dtype = field(
         default="float32",
         metadata={
-            "help": "dtype of the parameters; auto: bfloat16, or float16 on a GPU without; mixed precision is set at "
-            "launch, and is fp16 with float16"
+            "help": "dtype of the parameters; auto: bfloat16, or float16 on a GPU without it; mixed precision "
+            "is set at launch, and is fp16 with float16"
         },
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = field(
@@ -197,23 +195,23 @@ class RunArguments(TrackerArguments, ExactSettings):
     batchnorm: Literal["local", "global"] = field(
         default="local",
         metadata={
-            "help": "statistics of BatchNorm: local (of each micro-batch) or global (of the whole global batch, over "
-            "all ranks, and over the micro-batches that blocks recompute in)"
+            "help": "statistics of BatchNorm: local (over each micro-batch of a rank) or global (over the whole "
+            "global batch, across ranks and micro-batches)"
         },
     )
     dataloader_num_workers: int | None = field(
         default=None,
         metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU on Linux"},
     )
-    eval_only: bool = field(default=False, metadata={"help": "evaluate the model as it is, and train nothing"})
+    eval_only: bool = field(default=False, metadata={"help": "only evaluate the model, without training"})
     eval_steps: int | None = field(
-        default=None, metadata={"help": "optimizer steps between evaluations; default: an epoch"}
+        default=None, metadata={"help": "optimizer steps between evaluations; default: one epoch"}
     )
     logging_steps: int = field(default=10, metadata={"help": "optimizer steps between log rows"})
     memory_snapshot: int | None = field(
-        default=None, metadata={"help": "steps, from the first one on, over which the CUDA allocator is recorded"}
+        default=None, metadata={"help": "record the CUDA allocator over the first N steps"}
     )
-    debug: bool = field(default=False, metadata={"help": "print the traceback of one-line errors as well"})
+    debug: bool = field(default=False, metadata={"help": "also print the traceback of one-line errors"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,17 +335,17 @@ class RunArguments(TrackerArguments, ExactSettings):
 
 @dataclass(kw_only=True)
 class CheckpointArguments:
-    """Checkpoints, resume, and the ends of a run that would lose work."""
+    """Checkpoints, resume and early stopping."""
 
     resume: bool = field(
-        default=False, metadata={"help": "continue from the newest checkpoint in --output_dir; begin if there is none"}
+        default=False, metadata={"help": "continue from the newest checkpoint in --output_dir; start if there is none"}
     )
     data_changed_ok: bool = field(
-        default=False, metadata={"help": "with --resume: continue although the training data has changed"}
+        default=False, metadata={"help": "with --resume: continue even though the training data has changed"}
     )
     save_every: int | None = field(default=None, metadata={"help": "optimizer steps between checkpoints"})
     save_every_minutes: float = field(
-        default=30, metadata={"help": "minutes between checkpoints; 0: none by the clock"}
+        default=30, metadata={"help": "minutes between checkpoints; 0: no checkpoints by time"}
     )
     keep_checkpoints: int = field(default=2, metadata={"help": "number of checkpoints to keep, the newest"})
     save_best: bool = field(
@@ -355,17 +353,17 @@ class CheckpointArguments:
     )
     metric_for_best_model: str = field(
         default="loss",
-        metadata={"help": "figure of an evaluation by which --save_best and --early_stopping_patience compare"},
+        metadata={"help": "evaluation metric that --save_best and --early_stopping_patience compare"},
     )
     early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "evaluations in a row without a better figure after which the run ends"}
+        default=None, metadata={"help": "end the run after N evaluations in a row without a better one"}
     )
     early_stopping_threshold: float = field(
-        default=0.0, metadata={"help": "how much better a figure has to be to count for --early_stopping_patience"}
+        default=0.0, metadata={"help": "least improvement that counts for --early_stopping_patience"}
     )
     async_save: bool = field(
         default=False,
-        metadata={"help": "train on while a checkpoint is written, from copies on the host"},
+        metadata={"help": "continue training while a checkpoint is written from copies on the host"},
     )
     collective_timeout_minutes: float = field(
         default=30,
@@ -399,8 +397,8 @@ class OptimizerArguments(OptimizerSettings):
     optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = field(
         default="adamw",
         metadata={
-            "help": "optimizer; muon steps the matrices of hidden layers, and AdamW the rest at the same rate; it, "
-            "adafactor and adamw_8bit keep a smaller state; sgd has --momentum"
+            "help": "optimizer; muon updates the matrices of hidden layers, AdamW the rest, at the same rate; muon, "
+            "adafactor and adamw_8bit keep less state; sgd has --momentum"
         },
     )
     bf16_stochastic_round: bool = field(
@@ -409,13 +407,13 @@ class OptimizerArguments(OptimizerSettings):
     )
     optimizer_in_backward: bool = field(
         default=False,
-        metadata={"help": "step each parameter during the backward and free its gradient; one rank, no accumulation"},
+        metadata={"help": "update each parameter during the backward and free its gradient; one rank, no accumulation"},
     )
     offload_optimizer: Literal["none", "state", "step"] = field(
         default="none",
         metadata={
-            "help": "keep the optimizer's state on the host, and bring it to the device for each update; or step on "
-            "the host, where gradients go in the backward"
+            "help": "state: keep the optimizer state on the host and copy it to the device for each update; step: "
+            "move gradients to the host in the backward and update there"
         },
     )
     learning_rate: float = field(default=3e-4, metadata={"help": "learning rate at the end of the warm-up"})
@@ -440,8 +438,8 @@ class OptimizerArguments(OptimizerSettings):
     ema_decay: float | None = field(
         default=None,
         metadata={
-            "help": "keep an exponential moving average of the weights, such as 0.999, which is evaluated and saved as "
-            "final/"
+            "help": "decay of an exponential moving average of the weights, such as 0.999; the average is evaluated "
+            "and saved as final/"
         },
     )
 

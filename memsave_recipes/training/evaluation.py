@@ -49,7 +49,7 @@ class LabelArguments:
     """
 
     label_smoothing_factor: float = field(
-        default=0.0, metadata={"help": "part of the loss that all classes share evenly; 0: the label's alone"}
+        default=0.0, metadata={"help": "share of the target that is spread evenly over all classes; 0: none"}
     )
     class_weights: str | None = field(
         default=None,

@@ -60,7 +60,7 @@ def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tu
     """
     form = {"usage": USAGE, "allow_abbrev": False, "formatter_class": _HelpFormatter}
     parser = _RecipeParser(list(dataclasses), **form)  # type: ignore[arg-type]
-    parser.add_argument("--config", metavar="FILE.yaml", help="flags, which those of the command line override")
+    parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; the command line overrides them")
     command_line = list(sys.argv[1:] if args is None else args)
     check_words(command_line)
     preset = _preset_path(command_line)

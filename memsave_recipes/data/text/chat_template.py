@@ -65,21 +65,21 @@ TooLong = Literal["drop", "truncate", "error"]
 
 @dataclass(kw_only=True)
 class ChatArguments:
-    """How conversations are written, and which of their tokens count."""
+    """The format of conversations, and which tokens count in the loss."""
 
     chat_template: str | None = field(
-        default=None, metadata={"help": "of conversations: chatml or a .jinja file; default: the tokenizer's own"}
+        default=None, metadata={"help": "template: chatml or a .jinja file; default: the tokenizer's own"}
     )
     train_on_prompt: bool = field(
-        default=False, metadata={"help": "of conversations: all tokens count, not the assistant's alone"}
+        default=False, metadata={"help": "of conversations, count all tokens in the loss, not only the assistant's"}
     )
     show_labels: bool = field(
-        default=False, metadata={"help": "print a conversation before training, with what counts of it marked"}
+        default=False, metadata={"help": "print one conversation before training, and mark what counts in the loss"}
     )
     too_long: TooLong = field(
         default="drop",
         metadata={
-            "help": "conversations longer than --block_size: drop the turns behind the last reply that fits whole, "
+            "help": "conversations longer than --block_size: drop the turns after the last reply that fits whole, "
             "truncate in the middle of a reply, or error"
         },
     )

@@ -68,17 +68,17 @@ class TextArguments:
     dataset: str | None = field(
         default=None, metadata={"help": "built in: python-stdlib (default), docstring-chats; or a Hub id"}
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "which part of a Hub data set"})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of a Hub data set"})
     train_file: list[str] | None = field(
         default=None, metadata={"help": 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'}
     )
     validation_file: list[str] | None = field(
-        default=None, metadata={"help": "the same; default: a twentieth of the training text"}
+        default=None, metadata={"help": "validation text; default: a twentieth of the training text"}
     )
     mix_weights: list[float] | None = field(
-        default=None, metadata={"help": "share of the bytes of a pass, one for each word of --train_file"}
+        default=None, metadata={"help": "share of the bytes for each argument of --train_file"}
     )
-    text_column: str = field(default="text", metadata={"help": "where the text is in a row of a file or a Hub set"})
+    text_column: str = field(default="text", metadata={"help": "column of the text in a file or a Hub data set"})
     streaming: bool = field(default=False, metadata={"help": "read only as much of a Hub set as --max_steps needs"})
 
     def __post_init__(self) -> None:

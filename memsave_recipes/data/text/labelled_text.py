@@ -90,7 +90,7 @@ COLUMNS = {
 
 @dataclass(kw_only=True)
 class LabelledTextArguments:
-    """Which labelled texts."""
+    """The labelled texts."""
 
     dataset: str | None = field(default=None, metadata={"help": "docstrings (the default, built in) or a Hub id"})
     dataset_config_name: str | None = field(default=None, metadata={"help": "part of a Hub data set, such as sst2"})
@@ -102,7 +102,7 @@ class LabelledTextArguments:
         default=None, metadata={"help": "the same; needs --train_file or --eval_only"}
     )
     text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
-    text_pair_column: str | None = field(default=None, metadata={"help": "the second text, where pairs are classified"})
+    text_pair_column: str | None = field(default=None, metadata={"help": "column of the second text of pairs"})
     label_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
     problem_type: ProblemType | None = field(
         default=None,

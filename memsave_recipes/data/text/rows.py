@@ -31,13 +31,13 @@ Prompt = str | Conversation
 
 @dataclass(kw_only=True)
 class RowArguments(TextArguments, ChatArguments):
-    """Which text or conversations, in which tokens, in rows of which length."""
+    """The text, its tokenizer and the length of rows."""
 
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
-    vocab_size: int = field(default=8192, metadata={"help": "of the tokenizer that is trained where none is given"})
+    vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer, if one is trained"})
     block_size: int = field(default=1024, metadata={"help": "tokens of a row"})
     packing: bool = field(default=True, metadata={"help": "fill rows with several documents, kept apart; else pad"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "evaluate on so many rows; default: all"})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "number of rows to evaluate on; default: all"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,32 +44,30 @@ LISTS = ("label", "labels", "class", "classes", "category", "categories", "tags"
 
 @dataclass(kw_only=True)
 class ImageDataArguments:
-    """Which images, at which size, how augmented."""
+    """The images, their size and augmentation."""
 
     dataset: str | None = field(default=None, metadata={"help": "digits (the default, built in) or a Hub id"})
     data_dir: str | None = field(
-        default=None, metadata={"help": "folder with a folder a class, or with train/ and validation/ of such folders"}
+        default=None, metadata={"help": "folder with one folder per class, or train/ and validation/ with these"}
     )
     nested_classes: bool = field(
-        default=False, metadata={"help": "count images in folders inside a class folder to that class"}
+        default=False, metadata={"help": "images in folders inside a class folder belong to this class"}
     )
     validation_fraction: float | None = field(
         default=None,
-        metadata={
-            "help": "part of the images of each class to hold out where there is no validation split; default: 0.1"
-        },
+        metadata={"help": "share of each class to hold out if there is no validation split; default: 0.1"},
     )
     image_size: int = field(  # never None after __post_init__
         default=None,  # type: ignore[assignment]
         metadata={
-            "help": "pixels a side of the images in training; default: those that --model_name_or_path was made for, "
-            "else 32 for digits and 224 for others"
+            "help": "size of the images in pixels (square); default: the size of --model_name_or_path, else 32 for "
+            "digits and 224 for others"
         },
     )
     resize_mode: ResizeMode = field(
         default="crop",
         metadata={
-            "help": "crop: resize the shorter side to --image_size, then cut out the middle; squash: resize both sides"
+            "help": "crop: resize the shorter side to --image_size, then crop the centre; squash: resize both sides"
         },
     )
     augmentation: str = field(  # never None after __post_init__
@@ -80,7 +78,7 @@ class ImageDataArguments:
             "default: digits for digits, else article",
         },
     )
-    skip_broken_images: bool = field(default=False, metadata={"help": "leave out and name unreadable images"})
+    skip_broken_images: bool = field(default=False, metadata={"help": "leave out unreadable images and name them"})
 
     def __post_init__(self) -> None:
         if self.dataset and self.data_dir:
