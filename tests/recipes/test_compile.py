@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lives import FLAGS, assert_the_same_weights, curve, scratch
+from lives import FLAGS, assert_the_same_weights, curve, scratch, with_context
 from torch._dynamo.utils import counters
 
 from memsave_recipes.planner.task import Task
@@ -31,6 +31,14 @@ def test_a_resumed_run_has_the_bits_of_one_that_nothing_ended(recipe, train, tmp
     train(*flags, "--compile", "--resume", output="cut")
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
     assert_the_same_weights(tmp_path / "cut/final", tmp_path / "whole/final")
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_micro_batch_that_was_searched_is_not_above_its_prediction(train):
+    flags = [*FLAGS[RECIPE], *MODELS[RECIPE], "--global_batch_size", "2", "--max_steps", "3", "--compile"]
+    results = train(*flags, "--micro_batch_size", "auto", "--memory_budget_gib", with_context(0.02))
+    assert results["plan"] == "compiled:1"
+    assert 0 <= results["memory"]["prediction_error_pct"] <= 2
 
 
 @pytest.mark.parametrize(
