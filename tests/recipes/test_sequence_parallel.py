@@ -94,7 +94,7 @@ def test_a_run_of_one_rank_goes_on_with_rows_on_two(train, run, tmp_path):
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_rows_on_two_ranks_have_the_curve_of_one(run, model_type, rows):
     one, two = (run(ranks, *of(model_type), *rows, *more) for ranks, more in ((1, ()), (2, SHARED)))
-    assert_the_same_curve(two, one, rel=1e-9 if model_type == "gemma3_text" else 1e-12)  # whose norms are in float32
+    assert_the_same_curve(two, one, rel=1e-8 if model_type == "gemma3_text" else 1e-12)  # whose norms are in float32
 
 
 FOUR_RANKS = {
