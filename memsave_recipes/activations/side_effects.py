@@ -23,9 +23,9 @@ import random
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -59,6 +59,7 @@ CHUNK = 2**16
 KINDS, ATTRIBUTE = ("parameter", "buffer"), "tensor"
 """Of tensors, as messages call them."""
 ABSENT = object()
+_IS_TRAINING = attrgetter("training")
 
 
 def _state_of_numpy() -> tuple[Any, ...]:
@@ -216,7 +217,7 @@ class SideEffects:
         changes: list[_Change] = []
 
         def first(*inputs: Any) -> Any:
-            modes = tuple([layer.training for layer in self.layers])
+            modes = tuple(map(_IS_TRAINING, self.layers))
             if self.unchanged_runs[modes] >= ENOUGH:
                 return self._watching_buffers(function, *inputs)
             before = _State(self, getattr(function, "given", ()))
@@ -229,7 +230,9 @@ class SideEffects:
             return outputs
 
         def later(*inputs: Any) -> Any:
-            with _as_before(changes) if changes else nullcontext():
+            if not changes:
+                return function(*inputs)
+            with _as_before(changes):
                 return function(*inputs)
 
         return first, later

@@ -142,7 +142,7 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
     """An argument of a layer, by NOTE [ caches ]."""
     if name == "use_cache":
         return False
-    if value is None or (isinstance(value, Tensor) and name not in CACHE_NAMES):
+    if value is None or type(value) is tuple or (isinstance(value, Tensor) and name not in CACHE_NAMES):
         return value
     if any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
         raise InputError(
@@ -445,16 +445,16 @@ class SpannedLayer:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        if self.action.kind.micro_batches_of and _has_tensors((call.args, call.kwargs)):
+        if self.action.kind.micro_batches_of and _has_tensors(call.given):
             raise InputError(
                 f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
             )
         recorded = self.runs.recorded(call, self.name, action=self.action, modules=self.modules)
         runner = runner_of(self.action, (*state, call.given), self.modules)
-        run = partial(runner, recorded, modules=self.modules, **self.options)
         if self.watch is None:
-            return run(*state)
-        return self.watch(self.name, run, state, (call.args, call.kwargs))
+            return runner(recorded, *state, modules=self.modules, **self.options)
+        run = partial(runner, recorded, modules=self.modules, **self.options)
+        return self.watch(self.name, run, state, call.given)
 
 
 def _has_tensors(values: Any) -> bool:

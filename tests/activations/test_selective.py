@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from bits import different, loss_of, record_of, train_step
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -392,6 +393,30 @@ def test_one_backward_only():
     output.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only allowed to backward once"):
         output.sum().backward()
+
+
+def test_a_compiled_function_inside_is_compiled_by_itself():
+    """Torch would compile what a mode does with an operator, too, where a graph breaks."""
+    first, second = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        product = (x @ first).relu()
+        torch._dynamo.graph_break()
+        return (product @ second).sin()
+
+    def block(x):
+        return torch.tanh(compiled(x.cos()) @ first)
+
+    inputs = torch.randn(4, 8, requires_grad=True), first, second
+    expected = torch.autograd.grad(block(inputs[0]).sum(), inputs)
+    counters.clear()
+    for _ in range(2):
+        with kept_by_policy() as kept:
+            output = select_ops(block, inputs[0], modules=[])
+        assert all(map(torch.equal, torch.autograd.grad(output.sum(), inputs), expected))
+        assert len(kept) == 3
+    assert not counters["stats"]
 
 
 def test_without_gradients_the_plan_is_ignored(make):

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -76,7 +77,8 @@ def _count_lists_as_one() -> None:
             packet, _, overload = name.removeprefix("aten::").partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             kernel = partial(operator._op_dk, getattr(torch._C.DispatchKey, one_by_one))
-            LIBRARY.impl(name, as_one(kernel), "CUDA")
+            with warnings.catch_warnings(action="ignore"):  # of a kernel that is there: the one that it calls
+                LIBRARY.impl(name, as_one(kernel), "CUDA")
 
 
 def install(library: ctypes.CDLL) -> None:
