@@ -144,7 +144,7 @@ def read_run(folder: Path | str) -> Run:
         raise InputError(f"{folder} is not a finished run (no {', no '.join(missing)}): finish it or leave it out")
     results = _read_object("results.json", folder)
     if not any(key in results for key in FIGURES):
-        raise InputError(f"{folder} has a results.json with none of our figures, so it is no run of ours: leave it out")
+        raise InputError(f"{folder} has a results.json without figures of these recipes: leave it out")
     config = _read_object("config.json", folder)
     run_name = config.get("run_name")
     return Run(
@@ -264,7 +264,7 @@ def _parse(text: str, name: str, folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(name, folder, error) from error
     if not isinstance(content, dict):
-        raise InputError(f"{folder} has a {name} that is no JSON object, so it is no run of ours: leave it out")
+        raise InputError(f"{folder} has a {name} that is not a JSON object, as a recipe writes it: leave it out")
     return content
 
 

@@ -187,7 +187,7 @@ def serve(store: Path | None = None, *, port: int | None = None, open_browser: b
                 project=only, open_browser=False, block_thread=False, host=LOOPBACK, share=False, server_port=port
             )
     except OSError as error:
-        raise InputError(f"--port {port} is taken: name another one, or none to have a free one found") from error
+        raise InputError(f"--port {port} is taken: name another one, or leave it out to get a free one") from error
     try:
         _show(f"{url}?smoothing=0" + (f"&project={only}" if only else ""), open_browser)
     finally:
@@ -202,7 +202,7 @@ def save_workspace(project: str) -> str:
     """
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
-        raise InputError(f"{project} is no W&B project: write it as ENTITY/PROJECT")
+        raise InputError(f"{project} is not a W&B project: write it as ENTITY/PROJECT")
     with packages_of("trackers", "views of W&B"):
         import wandb_workspaces.workspaces as workspaces
     log_in("wandb-workspace")

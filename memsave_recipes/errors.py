@@ -65,7 +65,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_file(flag: str, path: str | Path) -> None:
-    """Raise ``InputError`` for a path that is no regular file: reading a pipe or a device may never end."""
+    """Raise ``InputError`` for a path that is not a regular file: reading a pipe or a device may never end."""
     if not os.path.isfile(path):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"{flag} {path} is not a file: check the path")
 

@@ -91,7 +91,7 @@ def _images_of(word: str, flags: PredictArguments) -> Iterator[Path]:
     elif os.path.isfile(word):
         found = [Path(word)]
     else:
-        raise InputError(f"{word} is no file, and the model classifies images: name image files or folders of them")
+        raise InputError(f"{word} is not a file, and the model classifies images: name image files or folders of them")
     for path in found:
         try:
             with Image.open(path):  # reads the header
@@ -114,7 +114,7 @@ def _texts_of(word: str, flags: PredictArguments) -> Iterator[Any]:
         yield word
         return
     if path.exists() and not path.is_file():  # a pipe may never end
-        raise InputError(f"{word} is no file: check the path")
+        raise InputError(f"{word} is not a file: check the path")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
@@ -131,7 +131,7 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
         content = read_json(line)
         json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no text
     except ValueError as error:
-        raise InputError(f"{row} is no JSON ({error}): a .jsonl has an object a line") from error
+        raise InputError(f"{row} is not JSON ({error}): a .jsonl has an object a line") from error
     found = content if isinstance(content, dict) else {}
     if flags.text_column not in found and is_conversation(found):
         return _without_reply(read_conversation(found, row), row)

@@ -69,7 +69,7 @@ def test_a_baseline_from_elsewhere_joins_the_runs(runs: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     ("baseline", "expected"),
-    [("nowhere", "is no folder and the name of 0 runs"), ("runs", "holds 2 runs"), ("empty", "holds no run")],
+    [("nowhere", "is not a folder, and the name of 0 runs"), ("runs", "holds 2 runs"), ("empty", "holds no run")],
 )
 def test_a_baseline_that_is_not_one_run_is_exit_code_2(
     baseline: str, expected: str, runs: Path, capsys: pytest.CaptureFixture[str]

@@ -289,7 +289,7 @@ def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys:
     file = tmp_path / "fit.json"
     line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)
     assert "does not fit 285 MiB" in line
-    assert "least is needed with" in line
+    assert "the least memory is needed with" in line
     record = json.loads(file.read_text())
     assert record["best"] is None
     assert {rung["launch"] for rung in record["rungs"]} == {None}
@@ -427,7 +427,7 @@ def test_a_configuration_that_is_nested_without_end(tmp_path, capsys):
         (["gpt2", "--memory", "8GiB", "--global_batch_size", "0"], "--global_batch_size 0: must be at least 1"),
         (["gpt2", "--memory", "8GiB", "--host_memory", "0"], "--host_memory 0GiB: must be above 0"),
         (["gpt2", "--memory", "8GiB", "--host_memory", "much"], "--host_memory: much: write a size such as 12GiB"),
-        (["gpt2", "--card", "cpu", "--host_memory", "8GiB"], "--host_memory 8GiB: nothing is moved away from a CPU"),
+        (["gpt2", "--card", "cpu", "--host_memory", "8GiB"], "--host_memory 8GiB: nothing is offloaded from a CPU"),
         (["gpt2", "--memory", "8GiB", "--optimizer", "lion"], "--optimizer"),
         (["gpt2", "--card", "cpu", "--mixed_precision", "fp16"], "--mixed_precision fp16 does not work on the CPU"),
     ],

@@ -189,9 +189,9 @@ def test_prompts_beyond_the_positions_of_the_model(prompts, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["/no/such/folder", "x.jpg"], "/no/such/folder is no folder"),
-        (["{run}", "missing.jpg"], "missing.jpg is no file, and the model classifies images"),
-        (["{run}", "a text"], "a text is no file, and the model classifies images"),
+        (["/no/such/folder", "x.jpg"], "/no/such/folder is not a folder"),
+        (["{run}", "missing.jpg"], "missing.jpg is not a file, and the model classifies images"),
+        (["{run}", "a text"], "a text is not a file, and the model classifies images"),
         (["{run}", "{pictures}/notes.txt"], "notes.txt is not a readable image (no image format that Pillow knows)"),
         (["{run}", "{pictures}", "--top_k", "0"], "--top_k 0: must be at least 1"),
         (["{run}", "{pictures}", "--device", "tpu9"], "--device tpu9 is not there"),
@@ -227,9 +227,9 @@ def test_an_image_that_is_cut_off_is_named_and_nothing_is_printed(images, tmp_pa
         (["{pictures}"], "is a folder, and the model takes text"),
         (["missing.txt"], "missing.txt cannot be read (No such file or directory)"),
         (["{rows}"], "rows.jsonl row 2 has no text 'text'"),
-        (["{torn}"], "torn.jsonl row 1 is no JSON"),
-        (["{half}"], "half.jsonl row 1 is no JSON ('utf-8' codec can't encode character"),
-        (["{pipe}"], "pipe.jsonl is no file"),
+        (["{torn}"], "torn.jsonl row 1 is not JSON"),
+        (["{half}"], "half.jsonl row 1 is not JSON ('utf-8' codec can't encode character"),
+        (["{pipe}"], "pipe.jsonl is not a file"),
         (["{numbers}"], "numbers.jsonl row 1 message 1 has the role None"),
         (["{nobody}"], "nobody.jsonl row 1 has no messages"),
     ],
@@ -339,7 +339,7 @@ def test_files_of_weights_are_safetensors_in_the_folder(texts, tmp_path, capsys,
     names = dict.fromkeys(BertForSequenceClassification.from_pretrained(texts).state_dict(), named)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     line = refusal_of(capsys, folder, "one")
-    assert f"model.safetensors.index.json names {named!r}, which is no .safetensors file next to it" in line
+    assert f"model.safetensors.index.json names {named!r}, which is not a .safetensors file next to it" in line
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 2000])

@@ -119,7 +119,7 @@ def find_newest(folder: Path, kind: str = STEP) -> Found | None:
     if damaged:
         named = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
         raise InputError(
-            f"--resume finds no whole checkpoint in {folder} ({named}): put one back from a backup, or begin anew "
+            f"--resume finds no whole checkpoint in {folder} ({named}): put one back from a backup, or start again "
             "with --overwrite"
         )
     return None
@@ -149,7 +149,7 @@ def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
     """
     if not committed(checkpoints):
         return None
-    hint = "put it back, or begin anew with --overwrite"
+    hint = "put it back, or start again with --overwrite"
     try:
         content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -234,7 +234,7 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
             notices.append(f"note: {change}, which is taken to be the same")
         elif name in CONTENTS:
             raise InputError(
-                f"--resume: the file of {CONTENTS[name]} says something else than when the run was started: put it "
+                f"--resume: the file of {CONTENTS[name]} has changed since the run was started: put it "
                 "back, or name another --output_dir"
             )
         else:

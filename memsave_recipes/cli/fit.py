@@ -120,7 +120,8 @@ class _Page:
         is_packable = self.subject.recipe != IMAGES and any(rung.name == "LoRA" for rung in self.rungs)
         return InputError(
             f"MODEL {self.word} does not fit {format_bytes(self.budget_bytes)} of {self.launch.target.name}: "
-            f"least is needed with {least.name} (--micro_batch_size {least.candidate.layout.micro_batch_size}, plan "
+            f"the least memory is needed with {least.name} (--micro_batch_size "
+            f"{least.candidate.layout.micro_batch_size}, plan "
             f"{least.candidate.strategy}), {gib_that_suffice(needed)} GiB: take a card with {format_bytes(kept)}, a "
             "shorter --length or a smaller model"
             + ("; --lora --load_in_4bit needs less, which cannot be estimated" if is_packable else "")

@@ -177,7 +177,7 @@ def host_budget_of(arguments: argparse.Namespace, target: Target, num_processes:
     size = f"{arguments.host_memory:g}GiB"
     require(arguments.host_memory > 0, "--host_memory", size, "above 0")
     if target.device_type == "cpu":
-        raise InputError(f"--host_memory {size}: nothing is moved away from a CPU: leave it out, or name a GPU")
+        raise InputError(f"--host_memory {size}: nothing is offloaded from a CPU: leave it out, or name a GPU")
     return int(arguments.host_memory * GIB) // num_processes
 
 
@@ -187,7 +187,7 @@ def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None
         return None
     require(0 < rate <= MAX_GB_PER_S, "--interconnect", rate, "GB/s from above 0 to a million")
     if not task.run.in_shards:
-        raise InputError(f"--interconnect {rate:g}: nothing but shards is gathered: add --shard full, or leave it out")
+        raise InputError(f"--interconnect {rate:g}: only shards are gathered: add --shard full, or leave it out")
     return rate * 1e9
 
 

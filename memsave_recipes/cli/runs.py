@@ -156,7 +156,7 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
     if not os.path.exists(named):  # unlike pathlib, without an error for a text that cannot be a path
         namesakes = [run for run in runs if run.name == named]
         if len(namesakes) != 1:
-            raise InputError(f"--baseline {named} is no folder and the name of {len(namesakes)} runs: name one run")
+            raise InputError(f"--baseline {named} is not a folder, and the name of {len(namesakes)} runs: name one run")
         return namesakes[0]
     found = find_runs(named)
     if len(found) > 1:

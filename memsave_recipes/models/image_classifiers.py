@@ -60,10 +60,10 @@ class ImageModelArguments(TransformerArguments):
         if self.model is not None and self.model not in MODELS:
             raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
         if self.model is None and self.weights is not None:
-            raise InputError("--weights are those of a --model: leave them out")
+            raise InputError("--weights are for --model: leave them out")
         is_ours = self.model is not None or self.saved_convnet is not None
         if is_ours and (self.dropout is not None or self.attn_implementation is not None):
-            raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
+            raise InputError("--dropout and --attn_implementation are for models of transformers: leave them out")
         if self.adapter is not None and adapter_config(self.adapter).get("task_type") is not None:
             raise InputError(f"--model_name_or_path {self.adapter} holds adapters of a language model: take another")
         if is_ours and getattr(self, "lora", False):

@@ -82,7 +82,7 @@ class TransformerArguments:
     def check_transformer(self) -> None:
         """Raise ``InputError`` where flags contradict each other, or the dropout is impossible."""
         if self.config_overrides is not None and self.model_type is None:
-            raise InputError("--config_overrides shapes a model from scratch: give it with --model_type")
+            raise InputError("--config_overrides is for a model from scratch: give it with --model_type")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise InputError(f"--dropout {self.dropout}: must be in [0, 1)")
 
@@ -303,13 +303,13 @@ def check_files(folder: str | Path) -> None:
         raise InputError(f"{index} cannot be read ({reason(error)}): take another copy of the model") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise InputError(f"{index} names {name!r}, which is no .safetensors file next to it: take another model")
+            raise InputError(f"{index} names {name!r}, which is not a .safetensors file next to it: take another model")
 
 
 def check_configuration(config: PreTrainedConfig) -> None:
     """Raise ``ValueError`` for entries with which transformers would build for hours, or take text for a list."""
     if not isinstance(config.architectures or [], list):
-        raise ValueError("architectures is no list")
+        raise ValueError("architectures is not a list")
     for described in (config, config.get_text_config()):
         layers = getattr(described, "num_hidden_layers", None)
         if isinstance(layers, int) and layers > MOST_LAYERS:

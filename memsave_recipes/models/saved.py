@@ -271,7 +271,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> SavedModel:
 
 def _model_folder(folder: Path) -> Path:
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder: name a run's --output_dir, or its final/")
+        raise InputError(f"{folder} is not a folder: name a run's --output_dir, or its final/")
     final = folder / "final"
     if final.is_dir():
         return final

@@ -140,7 +140,7 @@ class SequenceGroup:
         heads = query.shape[1]
         if heads % self.ranks:
             raise InputError(
-                f"--sequence_parallel {self.ranks}: {heads} heads of attention cannot be dealt to {self.ranks} ranks: "
+                f"--sequence_parallel {self.ranks}: {heads} attention heads cannot be split over {self.ranks} ranks: "
                 f"take a divisor of {heads}"
             )
         return self._slices(attention(*map(self._whole_rows, (query, *keys_and_values))))

@@ -162,14 +162,14 @@ def read_task(recipe: Path, args: Sequence[str]) -> Task:
 
 def _load(recipe: Path) -> object:
     if not os.path.isfile(recipe):  # unlike pathlib, without an error for a text that cannot be a path
-        raise InputError(f"RECIPE {recipe} is no file: name one such as recipes/language_modeling.py")
+        raise InputError(f"RECIPE {recipe} is not a file: name one such as recipes/language_modeling.py")
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     if spec is None or spec.loader is None:
-        raise InputError(f"RECIPE {recipe} is no Python file")
+        raise InputError(f"RECIPE {recipe} is not a Python file")
     try:
         compile(recipe.read_bytes(), str(recipe), "exec")
     except (SyntaxError, ValueError) as error:
-        raise InputError(f"RECIPE {recipe} is no Python: {error}") from error
+        raise InputError(f"RECIPE {recipe} is not Python: {error}") from error
     module = importlib.util.module_from_spec(spec)
     sys.modules[recipe.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -284,7 +284,7 @@ class Plan:
                 **sizes,
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"this is no plan.json: {error}") from error
+            raise InputError(f"this is not a plan.json: {error}") from error
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -155,8 +155,8 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
         )
     if resume and (folder / RESULTS).exists() and not committed(folder / CHECKPOINTS):
         raise InputError(
-            f"--output_dir {folder} holds a run that is done and kept no checkpoint, so --resume has nothing to go on "
-            "with: pass --overwrite to begin anew, or name another folder"
+            f"--output_dir {folder} holds a run that is done and kept no checkpoint, so --resume has nothing to "
+            "continue: pass --overwrite to start again, or name another folder"
         )
     return folder
 

@@ -70,7 +70,7 @@ def checked_state(state: Any) -> Any:
         }:
             return state
     raise InputError(
-        "--resume: the record of the checkpoint is not what a run saves: put it back, or begin anew with --overwrite"
+        "--resume: the record of the checkpoint is not what a run saves: put it back, or start again with --overwrite"
     )
 
 

@@ -287,14 +287,14 @@ class RunArguments(TrackerArguments, ExactSettings):
         try:
             validate_repo_id(self.push_to_hub)
         except HFValidationError as error:
-            raise InputError(f"--push_to_hub {self.push_to_hub}: no name of a repository: {error}") from error
+            raise InputError(f"--push_to_hub {self.push_to_hub}: not the name of a repository: {error}") from error
 
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
         strategy, budget = self.activation_checkpointing, self.memory_budget_gib
         if budget is not None and not self.searches:
             raise InputError(
-                f"--memory_budget_gib says nothing to --activation_checkpointing {strategy}: take budget, or "
+                f"--memory_budget_gib has no effect with --activation_checkpointing {strategy}: take budget, or "
                 "--micro_batch_size auto, or drop it"
             )
         if budget is None and strategy in BUDGET_WORDS and self.micro_batch_size != AUTO:
@@ -458,7 +458,7 @@ class OptimizerArguments(OptimizerSettings):
             )
         if self.offload_optimizer == "step" and self.optimizer == "muon":
             raise InputError(
-                "--offload_optimizer step: --optimizer muon multiplies matrices, for which hosts are slow: take "
+                "--offload_optimizer step: --optimizer muon multiplies matrices, which is slow on a host: take "
                 "--offload_optimizer state"
             )
         for name in ("momentum", "adam_beta1", "adam_beta2"):
@@ -517,7 +517,7 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         if self.in_shards:
             self._check_parts_of_shards()
         if self.eval_only and self.resume:
-            raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")
+            raise InputError("--eval_only trains nothing, so --resume has nothing to continue: leave it out")
 
     def _check_parts_of_shards(self) -> None:
         """``--shard`` goes without what a recipe or an optimizer does to whole weights."""

@@ -163,7 +163,7 @@ def _launch_ranks(args: Namespace) -> int:
     _, most = _machines(args.nnodes)
     if args.num_processes % most:
         raise InputError(
-            f"--num_processes {args.num_processes} counts those of all {most} machines: make it a multiple of {most}"
+            f"--num_processes {args.num_processes} counts all {most} machines: make it a multiple of {most}"
         )
     address = LOOPBACK
     if most > 1:

@@ -218,7 +218,7 @@ def _check_whole_weights() -> None:
     for name, variable in SHARDING.items():
         if parse_flag_from_env(variable):
             raise InputError(
-                f"{name} cuts up the weights in a way of its own: launch with "
+                f"{name} shards the weights in its own way: launch with "
                 "`--config_file accelerate_configs/multi_gpu.yaml`, and pass a recipe --shard for FSDP2"
             )
 
@@ -348,8 +348,8 @@ def refuse_gradients(weights: Mapping[str, nn.Parameter]) -> None:
 
     def refuse(name: str, _: Tensor) -> None:
         raise InputError(
-            f"{name} has a part in the loss of this batch, but had none in that of the first, so the ranks do not "
-            "reduce its gradient: pass --shard full, which does"
+            f"{name} is used in this batch, but was not used in the first one, so the ranks do not reduce its "
+            f"gradient: pass --shard full, which does"
         )
 
     for name, weight in weights.items():
@@ -367,7 +367,7 @@ def check_gradients(model: nn.Module) -> None:
         missing = [name for name, one in weights if one.grad is None and name not in model.parameters_to_ignore]
         if missing:
             raise InputError(
-                f"{len(missing)} weights have no part in the loss of a rank ({missing[0]}, ...), and DDP waits for "
+                f"{len(missing)} weights are not used in the loss of a rank ({missing[0]}, ...), and DDP waits for "
                 "their gradients: pass --shard full, which does not, or --lora, which freezes them"
             )
 

@@ -72,7 +72,7 @@ def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tu
     if unknown:
         _refuse_launcher_flag(unknown)
         raise InputError(
-            f"{unknown[0]} is no flag of this recipe{parser.suggestion(unknown[0])} (--help lists the flags)"
+            f"{unknown[0]} is not a flag of this recipe{parser.suggestion(unknown[0])} (--help lists the flags)"
         )
     _refuse_huge_numbers(flag_values(tuple(parsed)))
     return tuple(parsed)
@@ -212,7 +212,7 @@ def read_mapping(
     for key, value in root.value:
         name = name_of(key.value)
         if name in entries:
-            raise InputError(f"{flag} {path}: {name} stands there twice: leave one of them out")
+            raise InputError(f"{flag} {path}: {name} is there twice: remove one of them")
         entries[name] = _words_of(value, f"{flag} {path}: {name}")
     return entries
 
@@ -252,12 +252,12 @@ def _read_preset(path: str, parser: _RecipeParser) -> list[str]:
         action = parser._option_string_actions.get(flag)
         if action is None or key in ("config", "help"):
             _refuse_launcher_flag([flag, *values])
-            raise InputError(f"--config {path}: {key} is no flag of this recipe{parser.suggestion(flag)}")
+            raise InputError(f"--config {path}: {key} is not a flag of this recipe{parser.suggestion(flag)}")
         if len(values) == 1:
             words.append(f"{flag}={values[0]}")  # in one word, so that no value is taken for a flag
             continue
         if action.nargs != "+" or any(value.startswith("-") for value in values):
-            raise InputError(f"--config {path}: {key} takes no such list: {' '.join(values)}")
+            raise InputError(f"--config {path}: {key} does not take this list: {' '.join(values)}")
         words += [flag, *values]
     return words
 
@@ -275,7 +275,7 @@ def _refuse_launcher_flag(words: Sequence[str]) -> None:
     flag, is_joined, _ = words[0].partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     if name in ELSEWHERE:
-        raise InputError(f"{flag} is no flag of this recipe: {ELSEWHERE[name]}")
+        raise InputError(f"{flag} is not a flag of this recipe: {ELSEWHERE[name]}")
     if f"--{name}" in launch_command_parser()._option_string_actions:
         has_value = not is_joined and len(words) > 1 and not words[1].startswith("--")
         example = " ".join(words[: 1 + has_value])

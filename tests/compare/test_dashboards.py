@@ -159,7 +159,7 @@ def test_the_view_on_wandb_holds_the_panels_that_compare_runs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("project", "environment", "expected"),
     [
-        ("mine", {}, "mine is no W&B project: write it as ENTITY/PROJECT"),
+        ("mine", {}, "mine is not a W&B project: write it as ENTITY/PROJECT"),
         ("me/mine", {}, "needs a W&B key"),
         ("me/mine", {"WANDB_API_KEY": "k" * 40}, "no login at W&B"),
     ],

@@ -84,7 +84,7 @@ def test_runs_are_found_at_any_depth_finished_or_not(tmp_path: Path) -> None:
 def test_another_programs_results_are_no_run_of_ours(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "results.json").write_text('{"score": 3}')
-    with pytest.raises(InputError, match="none of our figures"):
+    with pytest.raises(InputError, match="without figures of these recipes"):
         read_run(folder)
 
 

@@ -116,8 +116,8 @@ BAD = {
     "no message": (turns(USER, "x"), "row 2 message 2 has the role None"),
     "another format": ({"prompt": "a", "completion": "b"}, "row 2 has prompt and completion where the rows before it"),
     "another format of messages": ({"conversations": []}, "row 2 has conversations where the rows before it"),
-    "no conversation": ({"question": "a"}, "row 2 is no conversation"),
-    "no object": ("words", "row 2 is no conversation"),
+    "no conversation": ({"question": "a"}, "row 2 is not a conversation"),
+    "no object": ("words", "row 2 is not a conversation"),
     "no messages": (turns(), "row 2 has no messages"),
     "a preference pair": (
         {"prompt": "a", "chosen": "b", "rejected": "c"},

@@ -402,10 +402,10 @@ def test_too_little_text_to_hold_some_out(tmp_path):
         ("a.csv", "text,b\n1,2\nc,3,4\n", "row 2 of {} has more values than there are columns: put double quotes"),
         ("a.csv", 'text\n"one"two\n', "{} is no CSV after line 1 ("),
         ("a.csv", 'text\n"one\n', "{} is no CSV after line 1 (unexpected end of data): check the quotes"),
-        ("a.json", '[{"text": "a"}, 3]', "row 2 of {} is no JSON object"),
+        ("a.json", '[{"text": "a"}, 3]', "row 2 of {} is not a JSON object"),
         ("a.json", '[{"text": "a"}', "{} is not JSON (Expecting"),
         ("a.json", '{\n"text": "a"\n}', "row 1 of {} is not JSON (Expecting property name"),
-        ("a.jsonl", '[{"text": "a"}]', "row 1 of {} is no JSON object"),
+        ("a.jsonl", '[{"text": "a"}]', "row 1 of {} is not a JSON object"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, content, words):
@@ -425,7 +425,7 @@ def test_bytes_that_are_no_utf_8(tmp_path, name):
     [
         ("{", "is not JSON (Expecting property name"),
         (b"\xff\xfe", "is not JSON ("),
-        ("[1]", "is no JSON object"),
+        ("[1]", "is not a JSON object"),
         (
             '{"text": 3}',
             "has a number in its column 'text', not a text: correct it, or name another column with --text",

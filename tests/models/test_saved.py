@@ -107,7 +107,7 @@ def test_other_classes_get_a_new_last_layer_and_a_line_says_so(convnet, caplog):
 
 @pytest.mark.parametrize("flag", ["dropout", "attn_implementation"])
 def test_flags_of_transformers_do_not_shape_a_saved_convnet(convnet, flag):
-    with pytest.raises(InputError, match="--dropout and --attn_implementation shape models of transformers"):
+    with pytest.raises(InputError, match="--dropout and --attn_implementation are for models of transformers"):
         ImageModelArguments(model_name_or_path=str(convnet[1]), **{flag: 0.1})
 
 
@@ -155,7 +155,7 @@ def damaged_config(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "is no folder"),
+        (lambda folder: None, "is not a folder"),
         (empty, "holds no model"),
         (unfinished_run, "has no final/, so its run is not finished"),
         (without_processor, "has no preprocessor_config.json"),

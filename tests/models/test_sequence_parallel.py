@@ -146,7 +146,7 @@ def test_plans_change_no_bit(two_ranks):
 def test_models_that_need_whole_rows_are_refused(two_ranks):
     for _, _, lines, *_ in two_ranks:
         assert lines == [
-            "--sequence_parallel 2: 3 heads of attention cannot be dealt to 2 ranks: take a divisor of 3",
+            "--sequence_parallel 2: 3 attention heads cannot be split over 2 ranks: take a divisor of 3",
             f"{NEEDS_ROWS} its dynamic positions depend on the length of a row: leave it out",
             f"{NEEDS_ROWS} its logits would be others: leave it out",
             f"{NEEDS_ROWS} its attention is eager: leave it out",

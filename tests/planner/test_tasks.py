@@ -184,7 +184,7 @@ def test_a_task_takes_no_memory_for_weights():
 
 def test_flags_may_leave_out_the_folder_but_no_recipe(tmp_path):
     assert read_task(RECIPES / "image_classification.py", ["--model", "vgg_small"]).run.output_dir
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         read_task(tmp_path / "nothing.py", [])
     (tmp_path / "plain.py").write_text("x = 1\n")
     with pytest.raises(InputError, match="has no function task"):

@@ -78,7 +78,7 @@ MISTAKES = {
     "no number": (["budget"], "needs --memory_budget_gib"),
     "a number that says nothing": (
         ["full", "--memory_budget_gib", "1"],
-        "says nothing to --activation_checkpointing full",
+        "has no effect with --activation_checkpointing full",
     ),
     "below zero": (["budget", "--memory_budget_gib", "-1"], "--memory_budget_gib -1.0: must be"),
     "no ratio": (["compiled:2"], "RATIO in compiled:RATIO is a number from 0 to 1"),

@@ -62,11 +62,11 @@ def test_an_upload_that_fails_costs_nothing(train, serve, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--push_to_hub", "a/b/c"], "--push_to_hub a/b/c: no name of a repository: "),
-        (["--push_to_hub", "no--name"], "--push_to_hub no--name: no name of a repository: "),
+        (["--push_to_hub", "a/b/c"], "--push_to_hub a/b/c: not the name of a repository: "),
+        (["--push_to_hub", "no--name"], "--push_to_hub no--name: not the name of a repository: "),
         (["--push_to_hub", "model", "--eval_only"], "--eval_only trains nothing, so --push_to_hub has nothing"),
         (["--push_to_hub", "me/model"], "--push_to_hub me/model needs a token: log in by `hf auth login`"),
-        (["--hub_model_id", "me/model"], "--hub_model_id is no flag of this recipe: --push_to_hub takes the name"),
+        (["--hub_model_id", "me/model"], "--hub_model_id is not a flag of this recipe: --push_to_hub takes the name"),
     ],
 )
 def test_a_mistake_ends_before_training(refuse, monkeypatch, tmp_path, flags, words):

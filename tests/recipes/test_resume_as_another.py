@@ -81,7 +81,7 @@ def test_other_weights_in_the_file_of_class_weights_are_refused(train, stopped_a
     stopped_at_6("--class_weights", file)
     file.write_text(json.dumps(weights | {"3": 2}))
     assert refused("--class_weights", file) == (
-        "error: --resume: the file of --class_weights says something else than when the run was started: put it back, "
+        "error: --resume: the file of --class_weights has changed since the run was started: put it back, "
         "or name another --output_dir"
     )
     file.write_text(json.dumps(weights, indent=1))
@@ -125,7 +125,7 @@ def test_a_config_that_is_not_whole_is_refused(stopped_at_6, refused, content):
     config.write_text(content)
     line = refused()
     assert f"--resume: {config} " in line
-    assert line.endswith("put it back, or begin anew with --overwrite")
+    assert line.endswith("put it back, or start again with --overwrite")
 
 
 def test_rows_that_are_damaged_are_refused_and_missing_ones_are_said(train, stopped_at_6, refused, capsys):

@@ -189,7 +189,7 @@ def test_flags_override_the_preset(tmp_path):
 
 
 def test_an_unknown_key_of_a_preset_gets_the_nearest_flag(tmp_path):
-    with pytest.raises(InputError, match="learning_rat is no flag of this recipe; did you mean --learning_rate"):
+    with pytest.raises(InputError, match="learning_rat is not a flag of this recipe; did you mean --learning_rate"):
         parse("--config", preset(tmp_path, "learning_rat: 1"))
 
 
@@ -226,13 +226,13 @@ def test_verify_in_a_preset(tmp_path, text, mode):
         ("max_steps:", "max_steps has no value"),
         ("output_dir: null", "output_dir has no value"),
         ("overwrite: []", "overwrite has no value"),
-        ("seed: [1, 2]", "seed takes no such list"),
-        ("report_to: [none, --overwrite]", "report_to takes no such list"),
+        ("seed: [1, 2]", "seed does not take this list"),
+        ("report_to: [none, --overwrite]", "report_to does not take this list"),
         ("report_to: {a: 1}", "report_to must be a word"),
         ("seed: !!python/object/apply:os.getpid []", "seed must be a word"),
         ('output_dir: "a\\0b"', "output_dir must be a word"),
-        ("seed: 1\nseed: 2", "seed stands there twice"),
-        ("max-steps: 1\nmax_steps: 2", "max_steps stands there twice"),
+        ("seed: 1\nseed: 2", "seed is there twice"),
+        ("max-steps: 1\nmax_steps: 2", "max_steps is there twice"),
         ("verify: --overwrite", "--verify --overwrite: must be"),
         ("seed: ''", "--seed has an empty value"),
         ("[" * 5000, "cannot be read"),

@@ -158,7 +158,7 @@ SEVERAL = ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "
         ([*SEVERAL, "2", "--max_restarts", "-1", "script.py"], "--max_restarts -1: must be at least 0"),
         ([*SEVERAL, "2", "--nnodes", "2:1", "script.py"], "--nnodes 2:1: must be a number of machines, or a range"),
         ([*SEVERAL, "2", "--nnodes", "all", "script.py"], "--nnodes all: must be a number of machines, or a range"),
-        ([*SEVERAL, "3", "--nnodes", "1:2", "script.py"], "--num_processes 3 counts those of all 2 machines"),
+        ([*SEVERAL, "3", "--nnodes", "1:2", "script.py"], "--num_processes 3 counts all 2 machines"),
         ([*SEVERAL, "2", "--nnodes", "1:2", "script.py"], "--main_process_ip and --main_process_port None:None"),
         ([*RANKS, "0", "script.py"], "--num_processes 0: must be a whole number, at least 1"),
         ([*RANKS, "-2", "script.py"], "--num_processes -2: must be a whole number, at least 1"),

@@ -467,7 +467,7 @@ class TestWhatElseALaunchCanSay:
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
-        assert machine.refusal().startswith(f"{name} cuts up the weights in a way of its own")
+        assert machine.refusal().startswith(f"{name} shards the weights in its own way")
 
     def test_a_model_that_accelerate_would_compile_is_refused(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch

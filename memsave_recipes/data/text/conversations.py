@@ -162,13 +162,13 @@ def texts_of(message: Message) -> Iterator[str]:
 def _format_of(row: Any, place: str) -> tuple[str, ...]:
     if _holds(row)(PREFERENCES):
         raise InputError(
-            f"{place} is a preference pair (chosen, rejected), on which nothing is fine-tuned here: use DPOTrainer of "
+            f"{place} is a preference pair (chosen, rejected), which these recipes do not train on: use DPOTrainer of "
             "TRL with memsave_recipes.MemsaveCallback, or keep the chosen conversation as messages"
         )
     found = next(filter(_holds(row), FORMATS), None)
     if found is None:
         names = " or ".join(" and ".join(keys) for keys in FORMATS)
-        raise InputError(f"{place} is no conversation: it has no {names}: correct it or remove the row")
+        raise InputError(f"{place} is not a conversation: it has no {names}: correct it or remove the row")
     return found
 
 

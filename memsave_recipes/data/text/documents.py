@@ -175,7 +175,7 @@ def _texts_of(path: str, source: str, text_column: str) -> Iterator[str | None]:
     for number, row in rows_of(path, source, column=text_column):
         place = f"row {number} of {source}"
         if not isinstance(row, dict):
-            raise InputError(f"{place} is no JSON object: each row must be one")
+            raise InputError(f"{place} is not a JSON object: each row must be one")
         columns = columns or (place, row.keys())
         is_there = is_there or text_column in row
         yield text_of(row.get(text_column), place, text_column)
