@@ -11,8 +11,8 @@ NOTE [ the exact global batch ]
    before the first forward, the loss of the step is  L = (1 / V) * sum_i l_i.  Each micro-batch gives the *sum* of its
    own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L. Where samples have weights w_i
    (``--class_weights``), l_i has its factor already and V is the sum of all w_i, which every rank knows by rule 1.
-4. *Scaling.* DDP divides the summed gradients by the number of ranks W, so the backward starts from
-   W / V * sum. Accelerate divides by its ``gradient_accumulation_steps``, which stays 1.
+4. *Scaling.* DDP divides the summed gradients by the number of ranks W, so the gradient of the sum is W / V, with
+   which the backward begins.
 5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces the
    accumulated gradient. Clipping then sees the gradient of the global batch, and optimizer and scheduler move once.
    Where weights are in shards, ``no_sync`` need not keep gradients from being reduced (``--reduce_gradients``).

@@ -73,8 +73,8 @@ def errors_pct(first, last):
     """Of the cases from ``first`` to before ``last``, in a process of their own, as the benchmark is one.
 
     When a graph cannot be compiled, which other tests provoke, torch leaves its function for the evaluation of frames
-    in the interpreter. A caller then keeps an argument that the called function has dropped, such as the loss that
-    ``Accelerator.backward`` divides: 4 bytes more in the backward, which is the peak of many text models.
+    in the interpreter. A caller then keeps an argument that the called function has dropped, such as a loss: 4 bytes
+    more in the backward, which is the peak of many text models.
     """
     command = [sys.executable, "-c", CASES, str(first), str(last)]
     ran = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
