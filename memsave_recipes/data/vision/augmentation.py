@@ -246,7 +246,8 @@ def normalize(images: Tensor, *, mean: Sequence[float], std: Sequence[float], dt
 def _of_channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """255 times a number a channel, (3, 1, 1), made on the device: a copy from the host would wait for it."""
     scaled = 255 * np.asarray(values, np.float64 if dtype == torch.float64 else np.float32)
-    return torch.cat([torch.full((1, 1, 1), float(number), dtype=dtype, device=device) for number in scaled])
+    with torch.inference_mode(False):  # which training could not save
+        return torch.cat([torch.full((1, 1, 1), float(number), dtype=dtype, device=device) for number in scaled])
 
 
 _kept_of_channels = cache(_of_channels)
