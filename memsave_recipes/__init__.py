@@ -1,7 +1,7 @@
 """Hugging Face Accelerate training recipes that save memory: name what you have, get the fastest run that fits.
 
-The functions for a training loop of one's own, ``import memsave_recipes as memsave``; docs/own_loop.md shows them. A
-name is imported when it is first used (PEP 562), so the import itself costs nothing: neither torch nor transformers.
+``import memsave_recipes as memsave`` has the functions for your own training loop; docs/own_loop.md shows them. Each
+name is imported when it is first used (PEP 562): the import itself loads neither torch nor transformers.
 """
 
 from importlib import import_module

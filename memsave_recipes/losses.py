@@ -1,25 +1,24 @@
 """Losses: of labelled samples, and of a language model's head in chunks of rows, without the full logits.
 
 NOTE [ the gradient in the forward ]
-    1. For each chunk of rows the forward makes the logits, the loss and, with ``p`` the softmax, the logits' gradient
-       ``p - onehot(label)``, which it multiplies into the gradients of the hidden states and of the head before the
-       next chunk takes its place. Checkpointing each chunk would multiply by the head a fourth time.
+    1. For each chunk of rows the forward computes the logits, the loss, and the gradient of the logits,
+       ``p - onehot(label)`` (``p`` is the softmax). It multiplies this into the gradients of the hidden states and of
+       the head. Then the next chunk takes its place. Checkpointing each chunk would multiply by the head a fourth time.
     2. The backward only multiplies by the factor that comes from above, in place. A second backward through a retained
        graph finds those gradients used up and computes them again.
-    3. Gradients are summed over the chunks in float32, and rounded to bfloat16 once, after the factor, because sums in
-       bfloat16 would lose what every chunk adds. A bfloat16 head, unless it is frozen, takes 4 bytes a weight more
-       until the backward has passed.
-    4. Rows whose label is -100 are computed like all others. To drop them the host would have to wait for the device,
-       and neither fake tensors nor compiled graphs know such a size. Where many are ignored, select the valid rows
-       before the call.
-    5. Between its products a chunk passes over its logits about eight times. Compiled (``_fused``), it reads them as
-       the product has rounded them and writes their gradient as the next one takes it. It rounds at other places.
+    3. Gradients are summed over the chunks in float32, and rounded to bfloat16 once, after the factor: sums in bfloat16
+       would lose what every chunk adds. So a bfloat16 head that trains needs 4 more bytes per weight until then.
+    4. Rows with the label -100 are computed like all others. To drop them the host would have to wait for the device,
+       and fake tensors and compiled graphs do not know how many there are. If many rows are ignored, select the valid
+       rows before the call.
+    5. Between its matrix products a chunk passes over its logits about eight times. If it is compiled (``_fused``), it
+       reads the logits once and writes their gradient once, and rounds at other places.
 
 NOTE [ tied weights ]
-    1. Where the head is the embedding as well, autograd makes the gradients of both, (V, D) each, before it adds them.
-       Inside ``tied_gradient`` the loss keeps the head's, and the backward of the lookup, which comes last, adds its
-       rows to that in float32 and gives autograd the sum.
-    2. A lookup that the hidden states do not depend on has no backward: then the loss gives its gradient to autograd.
+    1. If the head is also the embedding, autograd makes two gradients, (V, D) each, before it adds them. Inside
+       ``tied_gradient`` the loss keeps the head's. The backward of the lookup comes last: it adds its rows to this
+       gradient in float32 and gives autograd the sum.
+    2. If the hidden states do not depend on the lookup, it has no backward: the loss gives its gradient to autograd.
 
 The first idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
 kernels. Limits: no second derivative; the head is one whole tensor, not quantized, and gathered where it is in shards.
@@ -141,21 +140,21 @@ def linear_cross_entropy(
     tied: "TiedGradient | None" = None,
     compiles: bool = False,
 ) -> Tensor:
-    """Sum the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
+    """Sum the cross-entropies of all rows with a label, with only a few rows of logits in memory at a time.
 
     Logits are ``logit_scale * (hidden @ weight.T + bias)``, with ``softcap`` then ``softcap * tanh(logits / softcap)``.
     Loss and gradients are those of ``F.cross_entropy`` on all logits at once, up to the order of sums. Under autocast
-    the products are in its dtype, all else in float32. Never waits for the device.
+    the products are in its dtype, everything else in float32. The host never waits for the device.
 
     Args:
         hidden: (N, D), the output of the last layer.
         weight: (V, D), the head; it may also be the embedding (tied weights).
-        labels: (N,) already shifted; -100 counts for nothing.
+        labels: (N,) already shifted; rows with -100 do not count.
         bias: (V,).
         chunk_bytes: how large the float32 logits of one chunk may be, by default ``default_chunk_bytes``. At the peak a
             chunk takes one such tensor, half as much again in bfloat16, twice as much with ``softcap``.
         tied: of the ``tied_gradient`` that ``hidden`` was made in; ``weight`` is the embedding.
-        compiles: whether ``torch.compile`` fuses what is between the products, where gradients are wanted.
+        compiles: whether ``torch.compile`` fuses what is between the products, if gradients are needed.
 
     Returns:
         A scalar in float32, or in float64 where the inputs are.

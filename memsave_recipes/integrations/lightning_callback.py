@@ -21,21 +21,21 @@ class MemsaveLightningCallback(PlanningCallback, Callback):
     """The module of ``trainer.fit`` follows a plan, from its first batch to the end of the fit.
 
     It prints the plan with its prediction, and in the second step the measured peak. Lightning clears the gradients of
-    a step after the next forward, so they count as there all the time.
+    a step only after the next forward, so they always count in the peak.
 
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
         strategy, blocks: as of ``make_plan``.
 
     Raises:
-        InputError: settings that exclude one another; when the fit begins: a trainer or module that excludes a plan,
-            and a budget that no plan fits in.
+        InputError: settings that contradict each other; when the fit begins: a trainer or module that does not work
+            with a plan, or a budget that no plan fits in.
     """
 
     _global_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what excludes a plan."""
+        """Refuse what does not work with a plan."""
         _check_trainer(trainer, pl_module)
         refuse_several(getattr(trainer, "callbacks", ()))
         self.training = PlannedTraining(

@@ -1,12 +1,13 @@
-"""A training whose model follows a plan: made on its first batch, compared with a step, taken off at the end.
+"""Training under a plan: made on the first batch, compared with a step, removed at the end.
 
 A trainer's callback calls ``before_forward`` ahead of every training forward, ``after_step`` after an optimizer step,
 and ``remove`` at the end. ``prepare``, for users' loops, makes the plan at once; hooks of model and optimizer do the
 rest.
 
 NOTE [ the peak of a step ]: on a device it is the allocator's high-water mark of every step. A CPU has none, so there
-the first step with the optimizer's state is recorded under torch's profiler. That reports no release of memory that it
-has not seen allocated: where a step begins with gradients of the one before, as in Lightning, that one is recorded too.
+the first step with the optimizer's state is recorded under torch's profiler. The profiler reports no release of memory
+that it has not seen allocated. In Lightning a step begins with the gradients of the step before, so that step is
+recorded too.
 """
 
 from collections.abc import Callable, Sequence
@@ -164,7 +165,7 @@ class PlanSettings:
     """The plan that a script asks for.
 
     Raises:
-        InputError: a strategy for a budget without ``budget_gib``, or ``budget_gib`` with another one.
+        InputError: a strategy for a budget without ``budget_gib``, or ``budget_gib`` with another strategy.
     """
 
     budget_gib: float | None = None
@@ -250,7 +251,7 @@ class PlannedTraining:
         self.peak = StepPeak(self.model, self.optimizer, self.device)
 
     def before_forward(self, micro_batch: MicroBatch) -> None:
-        """Plan where no plan is made yet, or none for a batch so large; open the window of a measured step."""
+        """Plan if there is no plan yet, or the batch is larger than before; open the window of a measured step."""
         size = micro_batch.num_elements
         if self.plan is None:
             self.make_plan(micro_batch)

@@ -36,12 +36,12 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
         strategy, blocks: as of ``make_plan``.
-        offload_optimizer: ``none``; ``state``: that waits on the host, also after the training; or ``step``: gradients
-            leave for the host, which clips them and steps copies of the weights.
+        offload_optimizer: ``none``; ``state``: the optimizer state waits on the host, also after the training; or
+            ``step``: gradients move to the host, which clips them and updates copies of the weights.
 
     Raises:
-        InputError: settings that exclude one another; when training begins: arguments of the trainer that exclude a
-            plan, and a budget that no plan fits in.
+        InputError: settings that contradict each other; when training begins: arguments of the trainer that do not work
+            with a plan, or a budget that no plan fits in.
     """
 
     def __init__(
