@@ -260,7 +260,7 @@ def compact(found: dict[str, Any], said: str, texts: Table, word: str, model: kn
     """An answer as the page reads it: the place of the best rung, what is said where none fits, and the rungs."""
     budget = f"{found['budget_bytes'] / GIB:.12g}"
     best = -1 if found["best"] is None else found["best"]
-    said = said.partition(": least is needed")[2].replace(word, model.word)
+    said = said.partition(f": {fit.LEAST}")[2].replace(word, model.word)
     return [best, said.strip(), [row_of(rung, texts, word, model, budget) for rung in found["rungs"]]]
 
 

@@ -30,6 +30,7 @@ from memsave_recipes.training.parsing import named_flags
 
 FORMAT_VERSION = 1
 INTERRUPTED = 130
+LEAST = "the least memory is needed"
 FLAGS = {"target_memory_gib": "--memory", "target_memory": "--memory", "target ": "--card "}
 """Flags of ``memsave fit`` for the arguments of ``target_of``."""
 
@@ -120,8 +121,7 @@ class _Page:
         is_packable = self.subject.recipe != IMAGES and any(rung.name == "LoRA" for rung in self.rungs)
         return InputError(
             f"MODEL {self.word} does not fit {format_bytes(self.budget_bytes)} of {self.launch.target.name}: "
-            f"the least memory is needed with {least.name} (--micro_batch_size "
-            f"{least.candidate.layout.micro_batch_size}, plan "
+            f"{LEAST} with {least.name} (--micro_batch_size {least.candidate.layout.micro_batch_size}, plan "
             f"{least.candidate.strategy}), {gib_that_suffice(needed)} GiB: take a card with {format_bytes(kept)}, a "
             "shorter --length or a smaller model"
             + ("; --lora --load_in_4bit needs less, which cannot be estimated" if is_packable else "")

@@ -111,6 +111,13 @@ def readable(answer, texts):
     return best, said, named
 
 
+def test_where_nothing_fits_the_page_says_what_is_needed():
+    sizes = [by_card for model in FIGURES["models"].values() for by_card in model["sizes"].values()]
+    answers = [answer for by_card in sizes for of_hosts in by_card for answer in of_hosts if answer is not None]
+    assert all(said.startswith("with ") == (best < 0) for best, said, _ in answers)
+    assert any(said for _, said, _ in answers)
+
+
 ALL = [(name, size) for name, model in FIGURES["models"].items() for size in model["sizes"]]
 
 
