@@ -118,7 +118,7 @@ def test_weights_in_pickle_are_not_loaded(folder):
     [
         ({}, "give one of"),
         ({"model_type": "gpt2", "model_name_or_path": "x"}, "give one of"),
-        ({"model_name_or_path": "x", "config_overrides": "n_layer=1"}, "--config_overrides shapes"),
+        ({"model_name_or_path": "x", "config_overrides": "n_layer=1"}, "--config_overrides is for a model from"),
         ({"model_type": "gpt2", "dropout": 1.0}, "--dropout 1.0"),
     ],
 )
