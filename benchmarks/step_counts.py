@@ -48,12 +48,11 @@ OPTIMIZERS = {
 PLAIN, ADAMW = "plain torch", "AdamW"
 HEADINGS = ("recipe", "plan", "optimizer", "operators a step", "waits a step", "compiled graphs")
 WHAT_IS_MORE = (
-    "Beside `plain torch`, ours has in a step the divisor of the exact mean and its gradient (2), a look whether "
-    "the norm is finite (2), and the count of updates that AdamW takes back where it is not (1); in a micro-batch a "
-    "mark in the gradient where the loss is not finite (1) and the division of the loss that is logged (1). It has "
-    "not, in a micro-batch, the division of the loss with its backward, nor the 1 that begins it (3). Images are "
-    "divided once and not twice, and nothing asks the device whether rows of text are packed or padded. A plan adds "
-    "the operators of the second run."
+    "Beside `plain torch`, ours has in a step the divisor of the exact mean and its gradient, a look whether the norm "
+    "is finite, and the count of updates that AdamW takes back where it is not. In a micro-batch it has a mark in the "
+    "gradient where the loss is not finite, and the division of the loss that is logged. It does not divide the loss "
+    "that goes backward. Images are divided once and not twice, and nothing asks the device whether rows of text are "
+    "packed or padded. A plan adds the operators of the second run."
 )
 Row = dict[str, Any]
 

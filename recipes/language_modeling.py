@@ -266,7 +266,7 @@ def evaluate_model(
     losses, counts = (torch.stack(column).cpu().double() for column in zip(*sums, strict=True))
     parts = [*torch.stack([losses, counts], dim=1)]
     loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=layout.is_bitwise).tolist()
-    loss = loss_sum * layout.ranks_a_row / num_tokens  # each of them has counted the tokens of whole rows
+    loss = loss_sum * layout.sequence_parallel / num_tokens  # each of them has counted the tokens of whole rows
     bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 

@@ -450,7 +450,7 @@ class _Run(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by the wrapper that torch else puts around the method below, for a fifth of what an operator costs."""
+        """Keep torch's compiler out without the wrapper around the method below, a fifth of an operator's cost."""
         return False
 
     def __init__(self, outputs: Outputs, block: str) -> None:
@@ -564,7 +564,7 @@ _NO_CALLS: Iterator[Any] = iter(())
 
 
 def _outside_of_modes(pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """The hooks of torch's checkpoint, which detaches each saved tensor: no operator of the block."""
+    """The hooks of torch's checkpoint, outside of modes: their ``detach`` is no operator of the block."""
 
     def packed(tensor: Tensor) -> Any:
         if type(tensor) not in (Tensor, nn.Parameter):

@@ -44,7 +44,7 @@ class IndexedLayout(BatchLayout):
 
     @classmethod
     def of(
-        cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int, ranks_a_row: int = 1
+        cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int, sequence_parallel: int = 1
     ) -> "IndexedLayout":
         """A size that is given is the same on any number of ranks; ``None`` is the largest that gives each rank one."""
         size = micro_batch_size or cls._largest_micro_batch(global_batch_size, num_processes)
@@ -53,7 +53,7 @@ class IndexedLayout(BatchLayout):
             global_batch_size=global_batch_size,
             micro_batch_size=size,
             num_processes=num_processes,
-            ranks_a_row=ranks_a_row,
+            sequence_parallel=sequence_parallel,
         )
 
     @classmethod

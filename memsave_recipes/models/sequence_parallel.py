@@ -1,19 +1,19 @@
 """One row over several ranks: each has a slice of every row, and inside of attention a part of the heads of whole rows.
 
 NOTE [ sequence parallelism ]
-1. ``ranks`` neighbours are a group, and get the same rows. Each computes a contiguous slice of every row, with the
-   positions and the targets of the whole row. Rows are filled up to a multiple of the group with a document of its own
-   that does not count.
-2. All that a decoder does outside of attention it does token by token. Attention needs whole rows, and treats each head
-   by itself. So the group trades slices of all heads for whole rows of some heads before it, and back behind it
-   (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Keys and values that fewer heads have than there are ranks are
+1. S neighbouring ranks are a group, and get the same rows. Each computes a contiguous slice of every row, with the
+   positions and the targets of the whole row. Rows are padded to a multiple of S with a document of its own that does
+   not count.
+2. A decoder computes everything but attention token by token. Attention needs whole rows, but treats each head by
+   itself. So before it the group exchanges slices of all heads for whole rows of some heads, and after it back
+   (all-to-all, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Keys and values with fewer heads than S are
    repeated first.
-3. Whole rows go to ``attention_by_document``, in whichever kernel that takes, and windows with it. There is no mask.
-4. The trade is its own inverse, so it gives the gradient back as well. A layer that runs again trades again; the order
-   is that of the graph, so it is the same on all ranks.
-5. Losses are summed over a slice; the sums of all ranks add up to that of the global batch. Weights are those of DDP,
-   or in shards over all ranks.
-6. Dropout has a seed for each rank, so slices and heads have masks of their own.
+3. Whole rows go to ``attention_by_document``, with its kernels and sliding windows. There is no mask.
+4. The backward of an exchange is the same exchange. A layer that recomputes exchanges again. The order follows the
+   graph, so it is the same on all ranks.
+5. Losses are summed over a slice; the sums of all ranks add up to that of the global batch. DDP or FSDP2 runs over all
+   ranks.
+6. Dropout has a seed for each rank, so slices and heads have their own masks.
 """
 
 from collections.abc import Callable
@@ -74,30 +74,30 @@ class SequenceGroup:
     """The ranks that share the rows of this one: NOTE [ sequence parallelism ].
 
     Args:
-        ranks: how many.
+        size: the number of ranks.
         rank: of this one among them.
     """
 
     group: dist.ProcessGroup
-    ranks: int
+    size: int
     rank: int
 
     @classmethod
-    def of(cls, ranks: int, timeout: timedelta) -> "SequenceGroup | None":
+    def of(cls, size: int, timeout: timedelta) -> "SequenceGroup | None":
         """Make the groups of all ranks, which call this together; ``None`` where each has rows of its own.
 
         Args:
-            timeout: after which a trade fails: that of the process group of all ranks.
+            timeout: after which an exchange fails, as for the process group of all ranks.
         """
-        if ranks == 1:
+        if size == 1:
             return None
-        group, _ = dist.new_subgroups(ranks, timeout=timeout)
-        return cls(group, ranks, dist.get_rank(group))
+        group, _ = dist.new_subgroups(size, timeout=timeout)
+        return cls(group, size, dist.get_rank(group))
 
     @property
     def line(self) -> str:
         """Say so to people."""
-        return f"rows are shared by {self.ranks} ranks: attention by document, each rank with a part of the heads"
+        return f"rows are shared by {self.size} ranks: attention by document, each rank with a part of the heads"
 
     def __deepcopy__(self, memo: object) -> "SequenceGroup":
         """Return the same: copies of a model talk to the same ranks."""
@@ -119,15 +119,15 @@ class SequenceGroup:
         if positions is None:
             positions = torch.arange(length, device=rows.device).expand(count, -1)
         lengths = [[length]] * count if lengths is None else lengths
-        if rest := -length % self.ranks:
+        if rest := -length % self.size:
             lengths = [[*of_row, rest] for of_row in lengths]
         taken = {"input_ids": self.slice(rows), "position_ids": self.slice(positions)}
         return taken | {"document_lengths": lengths, "sequence_group": self}, self.slice(targets, IGNORED_LABEL)
 
     def slice(self, rows: Tensor, filling: int = 0) -> Tensor:
         """Return this rank's part of (B, T), or of (B, T, ...) where T is a multiple of the ranks."""
-        length = -(-rows.shape[1] // self.ranks)
-        if rest := length * self.ranks - rows.shape[1]:
+        length = -(-rows.shape[1] // self.size)
+        if rest := length * self.size - rows.shape[1]:
             rows = F.pad(rows, (0, rest), value=filling)
         return rows.narrow(1, self.rank * length, length)
 
@@ -138,28 +138,28 @@ class SequenceGroup:
             InputError: the ranks do not divide the heads.
         """
         heads = query.shape[1]
-        if heads % self.ranks:
+        if heads % self.size:
             raise InputError(
-                f"--sequence_parallel {self.ranks}: {heads} attention heads cannot be split over {self.ranks} ranks: "
+                f"--sequence_parallel {self.size}: {heads} attention heads cannot be split over {self.size} ranks: "
                 f"take a divisor of {heads}"
             )
         return self._slices(attention(*map(self._whole_rows, (query, *keys_and_values))))
 
     def _whole_rows(self, states: Tensor) -> Tensor:
-        """Trade (B, H, L, D) for (B, H / ranks, ranks * L, D), a view of memory in the order (T, B, H, D)."""
-        repeats = self.ranks // gcd(states.shape[1], self.ranks)
+        """Exchange (B, H, L, D) for (B, H / ranks, ranks * L, D), a view of memory in the order (T, B, H, D)."""
+        repeats = self.size // gcd(states.shape[1], self.size)
         states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
-        parts = states.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4)  # (ranks, L, B, h, D)
-        return self._trade(parts).flatten(0, 1).permute(1, 2, 0, 3)
+        parts = states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4)  # (ranks, L, B, h, D)
+        return self._exchange(parts).flatten(0, 1).permute(1, 2, 0, 3)
 
     def _slices(self, attended: Tensor) -> Tensor:
-        """Trade (B, ranks * L, h, D) for (B, L, ranks * h, D)."""
-        parts = attended.unflatten(1, (self.ranks, -1)).permute(1, 2, 0, 3, 4)  # (ranks, L, B, h, D)
-        return self._trade(parts).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        """Exchange (B, ranks * L, h, D) for (B, L, ranks * h, D)."""
+        parts = attended.unflatten(1, (self.size, -1)).permute(1, 2, 0, 3, 4)  # (ranks, L, B, h, D)
+        return self._exchange(parts).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
-    def _trade(self, parts: Tensor) -> Tensor:
-        traded: Tensor = _Traded.apply(parts, self.group)  # type: ignore[no-untyped-call]
-        return traded
+    def _exchange(self, parts: Tensor) -> Tensor:
+        exchanged: Tensor = _AllToAll.apply(parts, self.group)  # type: ignore[no-untyped-call]
+        return exchanged
 
     @torch.no_grad()
     def adopt(self, model: PreTrainedModel, *, compiles: bool = False) -> None:
@@ -170,15 +170,15 @@ class SequenceGroup:
         """
         if compiles:
             raise InputError(
-                f"--sequence_parallel {self.ranks}: layers that trade with other ranks are not compiled: take full or "
+                f"--sequence_parallel {self.size}: layers that trade with other ranks are not compiled: take full or "
                 "full_tiled, without --compile"
             )
         if reason := attend_by_document(model) or _why_not_in_parts(model) or self._why_not(model):
-            raise InputError(f"--sequence_parallel {self.ranks}: the model needs whole rows, as {reason}: leave it out")
+            raise InputError(f"--sequence_parallel {self.size}: the model needs whole rows, as {reason}: leave it out")
 
     def _why_not(self, model: PreTrainedModel) -> str | None:
         device = next(model.parameters()).device
-        tokens = torch.arange(8 * self.ranks, device=device).square().view(2, -1) // 3 % 4  # slices that differ
+        tokens = torch.arange(8 * self.size, device=device).square().view(2, -1) // 3 % 4  # slices that differ
         taken, _ = self.sliced(tokens, tokens)
         with evaluating(model):
             expected = model(input_ids=tokens, document_lengths=taken["document_lengths"], use_cache=False).logits
@@ -198,21 +198,21 @@ def _why_not_in_parts(model: nn.Module) -> str | None:
     return None
 
 
-class _Traded(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Give the parts (ranks, ...) to the ranks of a group, and take one from each: rule 4."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _trade(parts, group)
+        return _all_to_all(parts, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _trade(gradient, ctx.group), None
+        return _all_to_all(gradient, ctx.group), None
 
 
-def _trade(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     taken = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
     dist.all_to_all_single(taken, parts.contiguous(), group=group)
     return taken

@@ -83,7 +83,7 @@ class PreparedRun:
 
     def _with_compile(self, task: Task) -> Task:
         """Settle ``--compile auto``: a GPU, its compiler and layers that repeat; return the task with these flags."""
-        run, has_whole_rows = self.run, self.batches.layout.ranks_a_row == 1
+        run, has_whole_rows = self.run, self.batches.layout.sequence_parallel == 1
         may_compile = run.accelerator.device.type == "cuda" and has_whole_rows
         compiles = on_main_process(run.accelerator, lambda: may_compile and can_compile(self.unwrapped))
         run.args = replace(run.args, compile=REGIONS if compiles else NONE)

@@ -133,7 +133,7 @@ class RunReport:
             if not is_out_of_memory(error):
                 raise
             return  # the training step will find no memory either, and explain it
-        samples = self._samples_in_first_micro_batch(batch.step) / self.batches.layout.ranks_a_row
+        samples = self._samples_in_first_micro_batch(batch.step) / self.batches.layout.sequence_parallel
         self.flops_per_sample = {precision: flops / samples for precision, flops in counted.by_precision.items()}
 
     @contextmanager

@@ -182,7 +182,7 @@ class TrainingRun:
                 dataset,
                 self.prepared.planned.plan.micro_batch_size or layout.micro_batch_size,
                 layout=type(layout),
-                ranks_a_row=layout.ranks_a_row,
+                sequence_parallel=layout.sequence_parallel,
                 num_workers=self.run.num_workers,
                 **options,
             )

@@ -58,7 +58,7 @@ class BatchLayout:
     """The split of a global batch over ranks and micro-batches of at most ``micro_batch_size`` samples.
 
     Args:
-        ranks_a_row: neighbours that get the same samples, and share each of them.
+        sequence_parallel: neighbours that get the same samples, and share each of them.
 
     Raises:
         InputError: a size below 1, ranks that cannot be divided into groups, or fewer samples than ranks or groups.
@@ -72,13 +72,14 @@ class BatchLayout:
     global_batch_size: int
     micro_batch_size: int
     num_processes: int
-    ranks_a_row: int = 1
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_processes % self.ranks_a_row:
+        size = self.sequence_parallel
+        if self.num_processes % size:
             raise InputError(
-                f"--sequence_parallel {self.ranks_a_row}: {count_of(self.num_processes, 'rank')} cannot be divided "
-                f"into groups of {self.ranks_a_row}: launch a multiple of {self.ranks_a_row}, or leave it out"
+                f"--sequence_parallel {size}: {count_of(self.num_processes, 'rank')} cannot be divided into groups of "
+                f"{size}: launch a multiple of {size}, or leave it out"
             )
         if self.global_batch_size < 1:
             raise InputError(f"--global_batch_size {self.global_batch_size} is not a positive number of samples")
@@ -92,16 +93,16 @@ class BatchLayout:
 
     @classmethod
     def of(
-        cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int, ranks_a_row: int = 1
+        cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int, sequence_parallel: int = 1
     ) -> "BatchLayout":
         """The layout that the flags ask for; without a micro-batch size each rank forwards its whole share at once."""
-        largest = cls._largest_micro_batch(global_batch_size * ranks_a_row, num_processes)
+        largest = cls._largest_micro_batch(global_batch_size * sequence_parallel, num_processes)
         size = largest if micro_batch_size is None else min(micro_batch_size, largest)
         return cls(
             global_batch_size=global_batch_size,
             micro_batch_size=size,
             num_processes=num_processes,
-            ranks_a_row=ranks_a_row,
+            sequence_parallel=sequence_parallel,
         )
 
     @classmethod
@@ -121,7 +122,7 @@ class BatchLayout:
     @property
     def num_shares(self) -> int:
         """Ranks, or groups of them, that have samples of their own."""
-        return self.num_processes // self.ranks_a_row
+        return self.num_processes // self.sequence_parallel
 
     @property
     def accumulation_steps(self) -> int:
@@ -169,7 +170,7 @@ class BatchLayout:
         size = self.micro_batch_size
         count = ceil(max(len(share) for share in shares) / size)
         cut = [[share[k * size : (k + 1) * size] for k in range(count)] for share in shares]
-        return [cut[rank // self.ranks_a_row] for rank in range(self.num_processes)]
+        return [cut[rank // self.sequence_parallel] for rank in range(self.num_processes)]
 
     def describe(self) -> str:
         """``256 samples = 8 x 4 ranks x 8 accumulation steps``, or the uneven sizes one by one."""
@@ -186,9 +187,9 @@ class BatchLayout:
 
     def _takers(self, number: int) -> str:
         """So many ranks, or groups of ranks."""
-        if self.ranks_a_row == 1:
+        if self.sequence_parallel == 1:
             return count_of(number, "rank")
-        return f"{count_of(number, 'group')} of {self.ranks_a_row} ranks"
+        return f"{count_of(number, 'group')} of {self.sequence_parallel} ranks"
 
     def _cut(self, share: int) -> str:
         """The micro-batches of a rank's share: ``5+5+2``; of many, how many there are."""

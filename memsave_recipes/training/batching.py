@@ -199,7 +199,7 @@ class GlobalBatches:
         """Never waits for the device, which still computes the steps before: the host counts, and queues a fill."""
         if self.count_valid is None:
             return num_samples
-        is_first_of_row = self._rank % self.layout.ranks_a_row == 0
+        is_first_of_row = self._rank % self.layout.sequence_parallel == 0
         of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine) if is_first_of_row else 0
         if self.layout.num_processes == 1:
             return of_this_rank

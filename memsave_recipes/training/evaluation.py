@@ -126,7 +126,7 @@ def evaluation_batches(
     *,
     num_samples: int | None = None,
     layout: type[BatchLayout] = BatchLayout,
-    ranks_a_row: int = 1,
+    sequence_parallel: int = 1,
     collate_fn: Callable[[list[Any]], Batch] = default_collate,
     num_workers: int = 0,
 ) -> Iterator[Batch]:
@@ -134,14 +134,14 @@ def evaluation_batches(
 
     All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out. With
     a bitwise ``layout`` the batches are the same on any number of ranks, which take them by turns. As many neighbours
-    as ``ranks_a_row`` get the same ones.
+    as ``sequence_parallel`` get the same ones.
     """
     num_processes = accelerator.num_processes
     dealt = layout(
-        global_batch_size=micro_batch_size * num_processes // ranks_a_row,
+        global_batch_size=micro_batch_size * num_processes // sequence_parallel,
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
-        ranks_a_row=ranks_a_row,
+        sequence_parallel=sequence_parallel,
     )
     num_samples = min(num_samples or len(dataset), len(dataset))
     order = SampleOrder(num_samples=num_samples, global_batch_size=dealt.global_batch_size, seed=None)

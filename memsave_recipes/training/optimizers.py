@@ -377,17 +377,18 @@ class StepLosses:
         """Of the last step that has been read; ``None`` where no step had one."""
         self._sum: Callable[[list[float]], float] = exact_sum if exact else sum
         self._read: list[float] = []
-        self._unread: dict[int, tuple[list[Tensor], Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
+        self._unread: dict[int, tuple[Tensor, Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
 
     def add(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
-        """Take in a finished step. Reads nothing from the device."""
-        self._unread[batch.step] = list(batch.loss_parts), grad_norm
+        """Take in a finished step, and keep one tensor of its losses. Reads nothing from the device."""
+        parts = batch.loss_parts
+        self._unread[batch.step] = torch.stack(parts) if len(parts) > 1 else parts[0].reshape(1), grad_norm
 
     def parts(self) -> dict[tuple[int, int], float]:
         """This rank's parts of the losses that nobody has read yet, by step and number. Waits for the device, once."""
-        of_steps = ((step, losses) for step, (losses, _) in self._unread.items())
-        unread = {(step, number): part for step, losses in of_steps for number, part in enumerate(losses)}
-        return dict(zip(unread, torch.stack(list(unread.values())).tolist(), strict=True)) if unread else {}
+        losses = {step: parts for step, (parts, _) in self._unread.items()}
+        numbers = [(step, number) for step, parts in losses.items() for number in range(len(parts))]
+        return dict(zip(numbers, torch.cat([*losses.values()]).tolist(), strict=True)) if losses else {}
 
     def take_in(self, of_ranks: Mapping[tuple[int, int], list[float]]) -> None:
         """The ``parts`` of all ranks.

@@ -42,17 +42,17 @@ def test_the_peak_of_a_micro_batch_that_was_searched_is_not_above_its_prediction
 
 
 @pytest.mark.parametrize(
-    ("device", "repeats", "ranks_a_row", "strategy"),
+    ("device", "repeats", "sequence_parallel", "strategy"),
     [("cuda", True, 1, "compiled:0"), ("cuda", False, 1, "full"), ("cuda", True, 2, "full"), ("cpu", True, 1, "full")],
 )
-def test_auto_compiles_on_a_gpu_where_layers_repeat(device, repeats, ranks_a_row, strategy, monkeypatch):
+def test_auto_compiles_on_a_gpu_where_layers_repeat(device, repeats, sequence_parallel, strategy, monkeypatch):
     said = []
     monkeypatch.setattr(prepared_run, "on_main_process", lambda accelerator, ask: ask())
     monkeypatch.setattr(prepared_run, "can_compile", lambda model: repeats)
     flags = RecipeArguments(output_dir="run", compile="auto", activation_checkpointing="full")
     prepared = object.__new__(PreparedRun)
     prepared.unwrapped = torch.nn.Identity()
-    prepared.batches = SimpleNamespace(layout=SimpleNamespace(ranks_a_row=ranks_a_row))
+    prepared.batches = SimpleNamespace(layout=SimpleNamespace(sequence_parallel=sequence_parallel))
     prepared.run = SimpleNamespace(
         args=flags, accelerator=SimpleNamespace(device=torch.device(device), print=said.append)
     )

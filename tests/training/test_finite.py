@@ -65,6 +65,20 @@ def train(accelerator, *, optimizer, factor, skips):
     return changed, state, said
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_tensor_of_a_step_waits_until_its_losses_are_read(count):
+    """Of many micro-batches, too: a prediction counts one."""
+    losses = StepLosses(SimpleNamespace(), SampleOrder(num_samples=40, global_batch_size=8, seed=0), skips=0)
+    for step in range(2):
+        parts = [torch.tensor(float(10 * step + number)) for number in range(count)]
+        storages = [part.untyped_storage()._weak_ref() for part in parts]
+        losses.add(SimpleNamespace(step=step, loss_parts=parts), None)
+        del parts
+        alive = [storage for storage in storages if not torch.UntypedStorage._expired(storage)]
+        assert len(alive) == (1 if count == 1 else 0)
+    assert losses.parts() == {(step, number): 10 * step + number for step in range(2) for number in range(count)}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])

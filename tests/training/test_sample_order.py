@@ -6,12 +6,12 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.step.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder, seed_for
 
 
-def layout(global_batch_size, micro_batch_size, num_processes, ranks_a_row=1):
+def layout(global_batch_size, micro_batch_size, num_processes, sequence_parallel=1):
     return BatchLayout(
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
-        ranks_a_row=ranks_a_row,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -67,7 +67,7 @@ def test_a_huge_global_batch_is_not_listed():
 def test_the_micro_batch_defaults_to_the_share():
     assert BatchLayout.of(25, None, 2).micro_batch_size == 13
     assert BatchLayout.of(8, 100, 2).micro_batch_size == 4
-    assert BatchLayout.of(8, None, 4, ranks_a_row=2).micro_batch_size == 4
+    assert BatchLayout.of(8, None, 4, sequence_parallel=2).micro_batch_size == 4
 
 
 @pytest.mark.parametrize(
