@@ -170,8 +170,6 @@ def task(argv: list[str] | None = None) -> Task:
     (args,) = parse_arguments(Arguments, args=argv)
     if args.load_in_4bit:
         raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
-    if args.sequence_parallel > 1:
-        raise InputError("--sequence_parallel: slices of rows cannot be estimated yet: leave it out")
     return describe(args, args.vocab_size, 0, 0)
 
 
@@ -179,6 +177,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
     """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
     tokens = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
     options = {"dtype": args.torch_dtype, "in_4bit": args.load_in_4bit, "with_weights": False, **tokens}
+    group = SequenceGroup.estimated(args.sequence_parallel)
 
     def micro_batch(size: int) -> Batch:
         shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)
@@ -192,7 +191,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         optim=args,
         build_model=partial(build_model, args, **options),
         adapt=partial(train_part, flags=args, task_type="CAUSAL_LM"),
-        trained=lambda model, loss, device: CausalLMLoss(model, loss or args.loss, default_chunk_bytes(device)),
+        trained=lambda model, loss, device: CausalLMLoss(model, loss or args.loss, default_chunk_bytes(device), group),
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not args.freezes,
@@ -205,7 +204,7 @@ def build_model(args: Arguments, *, with_weights: bool, **options: Any) -> PreTr
     """The model that the flags name; without weights it attends as it is to be planned."""
     model = build_transformer(AutoModelForCausalLM, args, with_weights=with_weights, **options)
     if not with_weights:
-        attend(model, args)
+        attend(model, args, SequenceGroup.estimated(args.sequence_parallel))
     return model
 
 

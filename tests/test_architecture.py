@@ -34,7 +34,7 @@ TABLE = {
     "step": ({"activations", "plans", "sharding"}, {"torch", "transformers", "bitsandbytes"}),
     "exact": ({"activations", "plans", "step"}, {"torch"}),
     "profiling": ({"activations", "plans", "processes", "sharding"}, {"torch", "numpy", "psutil", "pynvml"}),
-    "estimation": ({"activations", "plans", "profiling"}, {"torch"}),
+    "estimation": ({"activations", "models", "plans", "profiling"}, {"torch"}),
     "equivalence": ({"activations", "plans", "profiling", "sharding"}, {"torch"}),
     "training": (
         {"activations", "exact", "losses", "plans", "processes", "sharding", "step"},

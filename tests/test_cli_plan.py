@@ -369,7 +369,10 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
             "--offload_optimizer: a rank would move 64 MiB to its host, which has 1 MiB available for it",
         ),
         ([*SMALL, "--target", "cpu", "--host_memory", "8GiB"], "--host_memory 8GiB: nothing is offloaded from a CPU"),
-        ([*SHARDS[1:], "--interconnect", "100"], "--interconnect 100: only shards are gathered"),
+        (
+            [*SHARDS[1:], "--num_processes", "1", "--interconnect", "100"],
+            "--interconnect 100: only shards are gathered",
+        ),
         ([*SHARDS[1:], "--shard", "full", "--interconnect", "0"], "--interconnect 0.0: must be GB/s from above 0"),
     ],
 )
@@ -489,6 +492,42 @@ LLAMA = [
 def test_a_sequence_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
     found = planned(["plan", *LLAMA, "--global_batch_size", "2", "--largest", "block_size"], tmp_path)
     assert found["largest"]["value"] == 2048
+
+
+TWO_RANKS = ["plan", *LLAMA, "--global_batch_size", "4", "--num_processes", "2", "--block_size", "2048"]
+SHARED = ["--sequence_parallel", "2"]
+
+
+def test_what_ranks_that_share_a_row_exchange_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TWO_RANKS, *SHARED, "--micro_batch_size", "1", "--interconnect"]
+    (slow,), (fast,) = (planned([*flags, rate], tmp_path)["candidates"] for rate in ("1", "2"))
+    assert "2 ranks share each row (--sequence_parallel): what they exchange is assumed to pass at 2 GB/s" in (
+        capsys.readouterr().out
+    )
+    sent_bytes = 1024 * 64 * 4 / 2  # of the queries of a slice
+    exchanges = 4 * 3 * 4 * 3  # of queries, keys, values, outputs: forward, recomputation, backward; rows; layers
+    assert slow["step_s"] - fast["step_s"] == pytest.approx(exchanges * sent_bytes * (1 / 1e9 - 1 / 2e9), rel=1e-6)
+
+
+def test_ranks_share_rows_where_nothing_fits_otherwise(tmp_path: Path) -> None:
+    alone, shared = (planned([*TWO_RANKS, *more], tmp_path) for more in (["--sequence_parallel", "1"], SHARED))
+    (more,), (less,) = ([one["needed_bytes"] for one in found["candidates"][:1]] for found in (alone, shared))
+    budget = ["--memory_budget_gib", repr((more + less) / 2 / 2**30)]
+    found = planned([*TWO_RANKS, *budget], tmp_path)
+    assert (alone["sequence_parallel"], found["sequence_parallel"]) == (1, 2)
+    assert value(flags_of(found["launch"]), "--sequence_parallel") == "2"
+    assert main([*TWO_RANKS, *budget, "--sequence_parallel", "1"]) == 2
+
+
+@pytest.mark.slow
+def test_the_longest_row_is_shared_by_all_ranks_that_the_heads_allow(tmp_path: Path) -> None:
+    flags = [*TWO_RANKS, "--largest", "block_size", "--memory_budget_gib", "0.52"]
+    flags[flags.index("--num_processes") + 1] = "8"  # of 4 heads
+    flags[flags.index("--config_overrides") + 1] += ",max_position_embeddings=1000000"
+    longest = planned(flags, tmp_path)
+    assert value(flags_of(longest["launch"]), "--sequence_parallel") == "4"
+    by_two = planned([*flags, *SHARED], tmp_path)
+    assert longest["largest"]["value"] > 1.8 * by_two["largest"]["value"]
 
 
 @pytest.mark.slow

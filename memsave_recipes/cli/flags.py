@@ -161,7 +161,7 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         "--interconnect",
         type=float,
         metavar="GB",
-        help="GB/s from one device to the others, for --shard; default: the same as to its host",
+        help="GB/s from one device to the others, for shards and shared rows; default: the same as to its host",
     )
     parser.add_argument(
         "--mixed_precision",

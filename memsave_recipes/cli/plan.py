@@ -6,10 +6,15 @@ NOTE [ largest values ] of ``memsave plan --largest FLAG``
 2. ``micro_batch_size``: up to a rank's share of the global batch.
 3. ``global_batch_size``: in one micro-batch a rank, as any size fits that is accumulated.
 The need grows with each of them, so the value is found by halving an interval: it fits, and the next one does not.
+
+NOTE [ ranks that share rows ]
+``--sequence_parallel`` is searched where the recipe has it and the flags do not name it. It costs time, so a row is
+shared by as few ranks as suffice for its length, and for ``--largest block_size`` by all that the heads allow.
 """
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import ceil
@@ -17,6 +22,7 @@ from typing import Any
 
 from memsave_recipes.cli.flags import STDOUT, write_text, writing
 from memsave_recipes.cli.request import (
+    SHARED,
     PlanRequest,
     check_device,
     check_plan_file,
@@ -49,8 +55,7 @@ def plan(arguments: argparse.Namespace) -> None:
     largest = None
     if arguments.largest:
         arguments.flags, largest = _with_largest(arguments)
-    request = read_request(arguments)
-    choice = choose(request)
+    request, choice = _chosen(arguments)
     if choice.chosen is None:
         raise request.no_fit(choice)
     if arguments.plan:
@@ -120,11 +125,56 @@ def _over_lengths(arguments: argparse.Namespace) -> None:
             write_curves_png(lines, arguments.png, f"{request.title} on {request.place}", card)
 
 
+def _chosen(arguments: argparse.Namespace) -> tuple[PlanRequest, Choice]:
+    """Choose for the flags; where nothing fits, for as few ranks that share a row as suffice."""
+    request = read_request(arguments)
+    choice = choose(request)
+    for sharing in _sharing_rows(arguments, request) if choice.chosen is None else ():
+        with suppress(InputError):
+            shared = read_request(sharing)
+            if (found := choose(shared)).chosen is not None:
+                return shared, found
+    return request, choice
+
+
+def _sharing_rows(arguments: argparse.Namespace, request: PlanRequest) -> list[argparse.Namespace]:
+    """List the command lines under which more and more ranks share a row: NOTE [ ranks that share rows ]."""
+    count = request.launch.num_processes
+    if SHARED not in vars(request.task.run) or SHARED in request.named:
+        return []
+    sizes = [size for size in range(2, count + 1) if count % size == 0]
+    return [_with_flags(arguments, (*request.flags, f"--{SHARED}", str(size))) for size in sizes]
+
+
 def _with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
     """Return the recipe's flags with the largest value of ``--largest`` that fits, and this value."""
     request, name = read_request(arguments), str(arguments.largest)
     step = TOKENS_APART if name == BLOCK else 1
-    begin, most = _begin(request, name) // step, _most(request, name) // step
+    most = max(_most(request, name) // step, 1)
+    ways = [arguments, *(_sharing_rows(arguments, request) if name == BLOCK else [])]
+    found, largest = request, 0
+    for way in reversed(ways):
+        try:
+            value = _largest(way, name, step, most)
+        except InputError:
+            if way is arguments and not largest:
+                raise
+            continue
+        if value >= largest:
+            found, largest = read_request(way), value
+        if value < most:
+            break
+    return _flags(found, name, largest * step), largest * step
+
+
+def _largest(arguments: argparse.Namespace, name: str, step: int, most: int) -> int:
+    """Return the most steps of the value that fit, by halving an interval.
+
+    Raises:
+        InputError: not even one fits.
+    """
+    request = read_request(arguments)
+    begin = _begin(request, name) // step
 
     with ProgressBar(desc=f"largest {name}", unit="value") as bar:
 
@@ -144,7 +194,7 @@ def _with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
     if low == 0:
         probe = _probe(request, name, step)
         raise read_request(_with_flags(arguments, probe)).no_fit(_choice(arguments, probe))
-    return _flags(request, name, low * step), low * step
+    return low
 
 
 def _curves_over_lengths(arguments: argparse.Namespace) -> list[Curve]:
@@ -194,7 +244,7 @@ def _begin(request: PlanRequest, name: str, flag: str = "--largest") -> int:
 def _most(request: PlanRequest, name: str) -> int:
     """Return the largest value that makes sense: NOTE [ largest values ]."""
     if name == MICRO:
-        return ceil(request.task.run.global_batch_size / request.launch.num_processes)
+        return _share(request, request.task.run.global_batch_size)
     if name == GLOBAL:
         return NO_LIMIT
     config = getattr(fake_model(request.task.build_model), "config", None)
@@ -206,8 +256,13 @@ def _flags(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
     """Return the flags of the request with ``value``."""
     changed = {name: str(value)}
     if name == GLOBAL:
-        changed[MICRO] = str(ceil(value / request.launch.num_processes))
+        changed[MICRO] = str(_share(request, value))
     return (*without(request.flags, changed), *(word for key, one in changed.items() for word in (f"--{key}", one)))
+
+
+def _share(request: PlanRequest, global_batch_size: int) -> int:
+    """Return the samples of a rank, or of those that share rows."""
+    return ceil(global_batch_size * request.task.run.sequence_parallel / request.launch.num_processes)
 
 
 def _probe(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:

@@ -49,9 +49,14 @@ TRAFFIC = (
     "traffic is assumed to pass at {rate:.4g} GB/s ({source}), two gathers of all weights a micro-batch and a "
     "reduction whenever gradients are reduced, and to hide behind a unit's own forward and backward"
 )
+EXCHANGES = (
+    "{size} ranks share each row (--sequence_parallel): what they exchange is assumed to pass at {rate:.4g} GB/s "
+    "({source}), and is in the seconds of the blocks"
+)
 TO_HOST = "a device's link to its host; --interconnect names another rate"
 COPIES = "that of copies on this CPU; --interconnect names another rate"
 MAX_GB_PER_S = 1e6
+SHARED = "sequence_parallel"
 FORMAT_VERSION = 1
 
 
@@ -99,7 +104,7 @@ class PlanRequest:
         no_figure = (NO_FIGURE_OF_CONVOLUTIONS if takes_images else NO_FIGURE) + DEFAULT_LEAVES
         return [
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
-            *self._remarks_on_shards(),
+            *self._remarks_on_ranks(),
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
             *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, no_figure]),
         ]
@@ -111,14 +116,14 @@ class PlanRequest:
         model = fake_planned_model(self.task, self.launch.target)
         return [*self.remarks, *filter(None, [candidate.layout.describe_sums(model)])]
 
-    def _remarks_on_shards(self) -> list[str]:
-        groups = shard_groups(self.task, self.launch)
-        if groups is None:
-            return []
+    def _remarks_on_ranks(self) -> list[str]:
+        groups, size = shard_groups(self.task, self.launch), self.task.run.sequence_parallel
         rate = self.launch.bytes_per_s_between / 1e9
         unnamed = COPIES if self.launch.target.device_type == "cpu" else TO_HOST
         source = unnamed if self.launch.link_bytes_per_s is None else "--interconnect"
-        return [groups.describe(), IN_SHARDS, TRAFFIC.format(rate=rate, source=source)]
+        shared = [EXCHANGES.format(size=size, rate=rate, source=source)] if size > 1 else []
+        in_shards = [] if groups is None else [groups.describe(), IN_SHARDS, TRAFFIC.format(rate=rate, source=source)]
+        return [*shared, *in_shards]
 
     def no_fit(self, choice: Choice) -> InputError:
         """Return the error where no candidate fits."""
@@ -186,7 +191,7 @@ def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None
     if rate is None:
         return None
     require(0 < rate <= MAX_GB_PER_S, "--interconnect", rate, "GB/s from above 0 to a million")
-    if not task.run.in_shards:
+    if not task.run.in_shards and (SHARED not in vars(task.run) or arguments.num_processes == 1):
         raise InputError(f"--interconnect {rate:g}: only shards are gathered: add --shard full, or leave it out")
     return rate * 1e9
 
@@ -335,15 +340,16 @@ def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, al
 
 def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: Any) -> dict[str, Any]:
     """Return the request, its candidates and ``others`` as data, in bytes and seconds."""
-    launch = request.launch
+    launch, run = request.launch, request.task.run
     return {
         "version": FORMAT_VERSION,
         "recipe": str(request.recipe),
         "flags": list(request.flags),
         "target": record_of_target(launch.target),
         "num_processes": launch.num_processes,
-        "shard": request.task.run.shard,
-        "interconnect_bytes_per_s": launch.bytes_per_s_between if request.task.run.in_shards else None,
+        "shard": run.shard,
+        "sequence_parallel": run.sequence_parallel,
+        "interconnect_bytes_per_s": launch.bytes_per_s_between if run.in_shards or run.sequence_parallel > 1 else None,
         "mixed_precision": launch.mixed_precision,
         "budget_bytes": request.budget_bytes,
         "remarks": request.remarks,

@@ -19,7 +19,7 @@ sums of attention's backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
@@ -43,6 +43,7 @@ from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
 from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
+from memsave_recipes.models import sequence_parallel
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, kinds_of, measure
 from memsave_recipes.profiling.preserve_state import replaced
@@ -90,10 +91,18 @@ class Estimator:
     Args:
         model: from ``fake_model``; it does not change.
         autocast_dtype: of mixed precision (``torch.bfloat16`` for ``bf16``); ``None`` for none.
+        bytes_per_s_between: that a rank sends to others, where they share rows.
     """
 
-    def __init__(self, model: nn.Module, target: Target, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        target: Target,
+        autocast_dtype: torch.dtype | None = None,
+        bytes_per_s_between: float = inf,
+    ) -> None:
         self.target = target
+        self.bytes_per_s_between = bytes_per_s_between
         self.autocast_dtype = autocast_dtype
         workspace_of = Workspaces().of if target.device_type == "cpu" else cuda_workspace
         self._instruments = FakeInstruments(target.device, seconds_of=target.seconds, workspace_of=workspace_of)
@@ -133,6 +142,7 @@ class Estimator:
             _fake_mode_of(workload.model),
             cuda_kernels(self.target),
             simulated_offloading(self.target, clock),
+            simulated_exchanges(clock, self.bytes_per_s_between),
             replaced(tiles, "in_turn", partial(some_tiles, clock)),
         ):
             measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
@@ -166,6 +176,15 @@ def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None
         yield
     finally:
         RUN[Action.OFFLOAD] = before
+
+
+def simulated_exchanges(clock: SimulatedClock, bytes_per_s: float) -> AbstractContextManager[None]:
+    """Simulate what ranks that share rows exchange: each keeps a part and sends the others, which nothing hides."""
+
+    def exchange(taken: Tensor, parts: Tensor, group: object) -> None:
+        clock.now += parts[1:].nbytes / bytes_per_s
+
+    return replaced(sequence_parallel, "exchange", exchange)
 
 
 def some_tiles(clock: SimulatedClock, all_tiles: Iterable[T]) -> Iterator[T]:

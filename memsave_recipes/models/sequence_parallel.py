@@ -14,6 +14,8 @@ NOTE [ sequence parallelism ]
 5. Losses are summed over a slice; the sums of all ranks add up to that of the global batch. DDP or FSDP2 runs over all
    ranks.
 6. Dropout has a seed for each rank, so slices and heads have their own masks.
+7. An estimate computes the first rank's slices in a group that nobody is in. An exchange then gives memory of the same
+   size, in the time that its bytes take between ranks (``simulated_exchanges`` in ``estimation/estimate.py``).
 """
 
 from collections.abc import Callable
@@ -57,11 +59,8 @@ class SequenceArguments:
         if size == 1:
             return
         flags = vars(self)
-        strategy = str(flags["activation_checkpointing"])
         reasons = {
             "--bitwise_topology adds up the gradients of whole rows: leave one of them out": flags["bitwise_topology"],
-            "a search for a memory budget does not know slices of rows: name a plan, such as full_tiled, and a number "
-            "as --micro_batch_size": flags["micro_batch_size"] == "auto" or strategy.startswith("budget"),
             "slices attend by document: leave --packed_attention mask out": flags["packed_attention"] == "mask",
         }
         for reason, holds in reasons.items():
@@ -74,13 +73,14 @@ class SequenceGroup:
     """The ranks that share the rows of this one: NOTE [ sequence parallelism ].
 
     Args:
+        group: ``None`` in an estimate: rule 7.
         size: the number of ranks.
         rank: of this one among them.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     size: int
-    rank: int
+    rank: int = 0
 
     @classmethod
     def of(cls, size: int, timeout: timedelta) -> "SequenceGroup | None":
@@ -93,6 +93,11 @@ class SequenceGroup:
             return None
         group, _ = dist.new_subgroups(size, timeout=timeout)
         return cls(group, size, dist.get_rank(group))
+
+    @classmethod
+    def estimated(cls, size: int) -> "SequenceGroup | None":
+        """Make the group of an estimate; ``None`` where each rank has rows of its own."""
+        return None if size == 1 else cls(None, size)
 
     @property
     def line(self) -> str:
@@ -177,6 +182,8 @@ class SequenceGroup:
             raise InputError(f"--sequence_parallel {self.size}: the model needs whole rows, as {reason}: leave it out")
 
     def _why_not(self, model: PreTrainedModel) -> str | None:
+        if self.group is None:
+            return None
         device = next(model.parameters()).device
         tokens = torch.arange(8 * self.size, device=device).square().view(2, -1) // 3 % 4  # slices that differ
         taken, _ = self.sliced(tokens, tokens)
@@ -202,7 +209,7 @@ class _AllToAll(torch.autograd.Function):
     """Give the parts (ranks, ...) to the ranks of a group, and take one from each: rule 4."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _all_to_all(parts, group)
 
@@ -212,7 +219,13 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(gradient, ctx.group), None
 
 
-def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    taken = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-    dist.all_to_all_single(taken, parts.contiguous(), group=group)
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    parts = parts.contiguous()
+    taken = torch.empty_like(parts)
+    exchange(taken, parts, group)
     return taken
+
+
+def exchange(taken: Tensor, parts: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Give the ``parts``, (ranks, ...), to the ranks of ``group``, and take one from each."""
+    dist.all_to_all_single(taken, parts, group=group)

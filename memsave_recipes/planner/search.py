@@ -410,7 +410,7 @@ def open_layouts(run: StepSettings, optim: OptimizerSettings, num_processes: int
     named = run.layout(num_processes)  # without a size in the flags, a single micro-batch
     if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # the latter cannot accumulate
         return [named]
-    return named.halvings(run.global_batch_size, num_processes)
+    return named.halvings
 
 
 def search(

@@ -295,10 +295,10 @@ class Estimates:
     launch: Launch
 
     def __post_init__(self) -> None:
-        if self.task.run.sequence_parallel > 1:
-            raise InputError("--sequence_parallel: slices of rows cannot be estimated yet: leave it out")
         self.model = fake_planned_model(self.task, self.launch.target)
-        self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
+        launch = self.launch
+        precision = AUTOCAST_DTYPES[launch.mixed_precision]
+        self._estimator = Estimator(self.model, launch.target, precision, launch.bytes_per_s_between)
 
     def of(self, layout: BatchLayout, loss: str | None, plans_of: Callable[[Workload], Sequence[Plan]]) -> Measurement:
         """Return the costs of the largest forward of a step under plans for it; the first keeps everything."""

@@ -10,10 +10,11 @@ NOTE [ trial step ]
 4. A ratio of compiled memory does not bound the memory of a step (https://github.com/pytorch/pytorch/issues/197838).
    Where the trial step of a plan that compiles peaks above the budget, the bytes that were missed are kept free, the
    ratio half-way to the next smaller one is measured, too, and the plan is chosen again among all of them.
-5. In shards it gathers weights and reduces gradients, as in training: rule 3 does not hold, and a rank without memory
-   ends the run. Gradients of the first of two micro-batches are then among the static memory, or, where they are
-   reduced once a step, in the step, which then has up to three. On a CPU a buffer that a thread of gloo lets go last
-   leaves no event, so a reading may be too high, by chance: the lowest of ``READINGS`` counts.
+5. In shards it gathers weights and reduces gradients, and ranks that share rows exchange slices, as in training: rule 3
+   does not hold, and a rank without memory ends the run. In shards, gradients of the first of two micro-batches are
+   among the static memory, or, where they are reduced once a step, in the step, which then has up to three. On a CPU a
+   buffer that a thread of gloo lets go last leaves no event, so a reading may be too high, by chance: the lowest of
+   ``READINGS`` counts.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.run.first_steps import settle_kernels, verify_plan
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.open_run import OpenRun
-from memsave_recipes.run.run_plan import choose_in_shards, host_budget_of, plan_run
+from memsave_recipes.run.run_plan import choose_by_estimates, host_budget_of, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.sharding import ShardGroups, is_sharded, shard
 from memsave_recipes.sharding.groups import NONE
@@ -62,7 +62,10 @@ class PreparedRun:
         args, accelerator, groups = run.args, run.accelerator, run.groups
         args.convert(model)
         args.check_model(model)
-        in_shards = None if groups is None else self._shard(task, trained, groups)
+        by_estimates = groups is not None or batches.layout.sequence_parallel > 1
+        found = choose_by_estimates(accelerator, task) if args.searches and by_estimates else None
+        if groups is not None:
+            self._shard(trained, groups, found)
         host_budget_bytes = host_budget_of(accelerator, task, model, batches.layout)
         optimizer, self.scheduler = self._make_optimizer()
         self.model, self.optimizer = self._prepare(trained, optimizer, partial(task.loss_of, trained))
@@ -73,7 +76,7 @@ class PreparedRun:
             with preserve_state(self.model, accelerator.device):
                 check_merging(model, lambda: loss_of(batches.largest_forward(batches.layout)()))
         step = StepOnDevice(accelerator, model, batches, self.model, loss_of)
-        self.planned = plan_run(task, step, in_shards, host_budget_bytes)
+        self.planned = plan_run(task, step, found, host_budget_bytes)
         args.check_plan(self.planned.plan)
         if groups is not None:
             self._settle_shards()
@@ -90,10 +93,9 @@ class PreparedRun:
         run.accelerator.print(f"--compile auto: {REGIONS if compiles else NONE}")
         return replace(task, run=run.args)
 
-    def _shard(self, task: Task, trained: nn.Module, groups: ShardGroups) -> Candidate | None:
-        """Cut the weights up, in units of the plan that the flags name or that is found for a budget; return that."""
+    def _shard(self, trained: nn.Module, groups: ShardGroups, found: Candidate | None) -> None:
+        """Cut the weights up, in units of the plan that the flags name or that is ``found`` for a budget."""
         args, accelerator = self.run.args, self.run.accelerator
-        found = choose_in_shards(accelerator, task) if args.searches else None
         plan = plan_blocks(self.unwrapped, args.activation_checkpointing) if found is None else found.forecast.plan
         if args.verify == "stop" and not plan.is_bitwise:
             raise InputError(
@@ -105,7 +107,6 @@ class PreparedRun:
         let_go_of_stand_ins(self.unwrapped)
         self._joint_blocks = joint_blocks(plan)
         accelerator.print(groups.describe())
-        return found
 
     def _make_optimizer(self) -> tuple[Optimizer, LRScheduler]:
         args, model = self.run.args, self.unwrapped

@@ -3,18 +3,20 @@
 A plan for a budget is run in a trial step before training. The first rank's choice holds for all ranks. Where even the
 smallest micro-batch finds no memory to be measured, the choice is made by estimates.
 
-NOTE [ a plan for shards ]
-1. Units follow the plan, so it is chosen before the weights are cut up, by estimates as ``memsave plan`` makes them.
-   Bytes are those of the first rank, which has most.
+NOTE [ a plan by estimates ]
+1. The units of shards follow the plan, so it is chosen before the weights are cut up, by estimates as ``memsave plan``
+   makes them. Ranks that share rows wait for each other in every layer, so they plan in the same way. Bytes are those
+   of the first rank, which has most.
 2. The budget is that of the flags, or what the rank with the least memory can use.
-3. The trial step runs in shards. Where it needs more than the budget, gradients are reduced for every micro-batch, and
-   then micro-batches are halved, under the same plan: another one would have other units.
+3. The trial step runs on all ranks together. Where it needs more than the budget, gradients in shards are reduced for
+   every micro-batch, and then micro-batches are halved, under the same plan: another one would have other units.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -67,7 +69,7 @@ class RunPlan:
 
 
 def plan_run(
-    task: Task, step: StepOnDevice, in_shards: Candidate | None = None, host_budget_bytes: int | None = None
+    task: Task, step: StepOnDevice, estimated: Candidate | None = None, host_budget_bytes: int | None = None
 ) -> RunPlan:
     """Find the plan that the flags ask for; show one for a budget, and run it in a trial step.
 
@@ -75,7 +77,7 @@ def plan_run(
 
     Args:
         task: the recipe's task under this run's flags.
-        in_shards: the result of ``choose_in_shards``, in whose units the weights have been cut up.
+        estimated: the result of ``choose_by_estimates``, in whose units weights in shards have been cut up.
         host_budget_bytes: the result of ``host_budget_of``.
 
     Raises:
@@ -84,8 +86,8 @@ def plan_run(
     accelerator, run = step.accelerator, task.run
     if not run.searches:
         return _named(task, step, host_budget_bytes)
-    if in_shards is not None:
-        candidate = _InShards(accelerator, task).tried(in_shards, step)
+    if estimated is not None:
+        candidate = _Estimated(accelerator, task).tried(estimated, step)
     else:
         offloads_state = task.optim.offload_optimizer != NONE
         rate = on_main_process(accelerator, partial(host_rate, accelerator.device)) if offloads_state else inf
@@ -158,8 +160,8 @@ def _line_of(use: HostUse) -> tuple[str, int]:
     return use.line, use.num_bytes
 
 
-def choose_in_shards(accelerator: Accelerator, task: Task) -> Candidate:
-    """Find the fastest plan and micro-batch for weights in shards, before they are cut up: NOTE [ a plan for shards ].
+def choose_by_estimates(accelerator: Accelerator, task: Task) -> Candidate:
+    """Find the fastest plan and micro-batch for ranks that hold shards or share rows: NOTE [ a plan by estimates ].
 
     Args:
         task: the recipe's task under this run's flags.
@@ -169,7 +171,7 @@ def choose_in_shards(accelerator: Accelerator, task: Task) -> Candidate:
     """
     own = torch.tensor([budget_of(task.run, accelerator.device)], dtype=torch.int64, device=accelerator.device)
     budget_bytes = int(accelerator.gather(own).min())
-    return on_main_process(accelerator, lambda: _InShards(accelerator, task).choose(budget_bytes))
+    return on_main_process(accelerator, lambda: _Estimated(accelerator, task).choose(budget_bytes))
 
 
 def budget_of(run: StepSettings, device: torch.device) -> int:
@@ -248,6 +250,7 @@ class _Planning:
 
     accelerator: Accelerator
     task: Task
+    keeps_plan: ClassVar[bool] = False
 
     def tried(self, candidate: Candidate, step: StepOnDevice) -> Candidate:
         """Return ``candidate``, or the first of those after it whose trial step fits the budget."""
@@ -279,15 +282,14 @@ class _Planning:
     def _smaller_layout(self, trial: _Trial) -> BatchLayout:
         """Halve the micro-batches, unless reducing each of their gradients takes less; refuse if they cannot shrink."""
         candidate, layout, size = trial.candidate, trial.candidate.layout, trial.candidate.layout.micro_batch_size
-        in_shards = candidate.forecast.in_shards is not None
         if candidate.reduces_once and self.task.run.reduce_gradients == AUTO:
             self.accelerator.print(f"{trial.problem}, so {reduction_line(once=False)}")
             return layout
         if size == 1 or self.task.optim.optimizer_in_backward or self.task.run.keeps_micro_batch:
-            above = f" above {gib_that_suffice(trial.needed_bytes)}" if in_shards else ""
+            above = f" above {gib_that_suffice(trial.needed_bytes)}" if self.keeps_plan else ""
             raise InputError(f"{trial.problem}, and the micro-batch cannot be halved: raise {BUDGET_FLAG}{above}")
-        smaller = layout.of(layout.global_batch_size, -(-size // 2), layout.num_processes)
-        same_plan = " under the same plan" if in_shards else ""
+        smaller = layout.with_micro_batch(-(-size // 2))
+        same_plan = " under the same plan" if self.keeps_plan else ""
         self.accelerator.print(
             f"{trial.problem}: falling back to micro-batches of {smaller.micro_batch_size}{same_plan}, "
             f"{smaller.describe()}"
@@ -375,8 +377,10 @@ class _Measured(_Planning):
 
 
 @dataclass(frozen=True)
-class _InShards(_Planning):
-    """Plans by estimates, before and after weights are cut up: NOTE [ a plan for shards ]."""
+class _Estimated(_Planning):
+    """Plans by estimates, for weights in shards before and after they are cut up: NOTE [ a plan by estimates ]."""
+
+    keeps_plan: ClassVar[bool] = True
 
     @property
     def launch(self) -> Launch:
@@ -395,10 +399,9 @@ class _InShards(_Planning):
 
     def choose(self, budget_bytes: int) -> Candidate:
         """Return the fastest of all candidates that fits; on the first rank."""
-        launch = self.launch
+        launch, before = self.launch, ", before the weights are cut up" if self.task.run.in_shards else ""
         self.accelerator.print(
-            f"--shard {self.task.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
-            "cut up: seconds are not measured"
+            f"{self._flag}: planning by estimates for {launch.target.name}{before}: seconds are not measured"
         )
         choice = self._search(self.task.run, launch, budget_bytes)
         return _sendable(self.chosen(choice, partial(fake_planned_model, self.task, launch.target)))
@@ -425,14 +428,20 @@ class _InShards(_Planning):
             raise
         except Exception as unknown:  # fake tensors cannot run every model
             raise InputError(
-                f"--shard {run.shard}: the step of this model cannot be estimated ({type(unknown).__name__}), by which "
+                f"{self._flag}: the step of this model cannot be estimated ({type(unknown).__name__}), by which "
                 "its plan is found: name a plan and a --micro_batch_size"
             ) from unknown
+
+    @property
+    def _flag(self) -> str:
+        run = self.task.run
+        return f"--shard {run.shard}" if run.in_shards else f"--sequence_parallel {run.sequence_parallel}"
 
 
 def _sendable(candidate: Candidate) -> Candidate:
     """Return ``candidate`` with the shards of its own plan alone: a function that finds others holds the model."""
     found, in_shards = candidate.forecast, candidate.forecast.in_shards
-    assert in_shards is not None
+    if in_shards is None:
+        return candidate
     known = {found.plan: in_shards.of_plan(found.plan)}
     return replace(candidate, forecast=replace(found, in_shards=replace(in_shards, of_plan=known.__getitem__)))

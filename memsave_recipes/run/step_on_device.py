@@ -108,15 +108,17 @@ def run_trial_step(candidate: Candidate, step: StepOnDevice) -> int | None:
     In shards gradients are reduced as the candidate does: rule 5 of NOTE [ trial step ].
 
     Raises:
-        torch.OutOfMemoryError: in shards, where this rank ran out of memory.
+        torch.OutOfMemoryError: where this rank ran out of memory, and others may wait for it.
     """
     ranks, accelerator = Ranks.of_world(), step.accelerator
     of_candidate = partial(step_bytes, candidate.forecast, candidate.static, step.model)
     run = partial(of_candidate, step.forward(candidate.layout), accelerator.device)
-    if candidate.forecast.in_shards is None:
+    in_shards = candidate.forecast.in_shards is not None
+    if not in_shards and candidate.layout.sequence_parallel == 1:
         own_bytes = ranks.attempt(run)
         return None if own_bytes is None else ranks.largest(own_bytes)
-    reduce_once_a_step(step.prepared, candidate.reduces_once)
+    if in_shards:
+        reduce_once_a_step(step.prepared, candidate.reduces_once)
     try:
         return ranks.largest(run(partial(accelerator.no_sync, step.prepared)))
     except (RuntimeError, MemoryError) as error:

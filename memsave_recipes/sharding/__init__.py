@@ -8,7 +8,7 @@ NOTE [ decisions ]
 * We call ``fully_shard``; Accelerate sees a data parallel world, and keeps device, precision, backward, clipping and
   gathering. Its own FSDP never starts on a CPU, and would wrap by classes of layers what a plan joins by span.
 * What a plan runs again together is one unit, so its weights are gathered once. Units follow the plan, so a plan has to
-  be known before the weights are cut up: a run with a budget finds it by estimates (NOTE [ a plan for shards ] in
+  be known before the weights are cut up: a run with a budget finds it by estimates (NOTE [ a plan by estimates ] in
   ``run/run_plan.py``), as ``memsave plan`` does (``plans/shards.py``).
 * FSDP averages over all ranks, also where groups of them replicate one another, as DDP does. So the exact global batch
   is the one of NOTE [ the exact global batch ] in ``training/batching.py``, and nobody sets a divide factor.

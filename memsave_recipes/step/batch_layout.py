@@ -105,15 +105,17 @@ class BatchLayout:
             sequence_parallel=sequence_parallel,
         )
 
-    @classmethod
-    def halvings(cls, global_batch_size: int, num_processes: int) -> "list[BatchLayout]":
+    def with_micro_batch(self, size: int | None) -> "BatchLayout":
+        """The same global batch on the same ranks, in other micro-batches."""
+        return self.of(self.global_batch_size, size, self.num_processes, self.sequence_parallel)
+
+    @property
+    def halvings(self) -> "list[BatchLayout]":
         """The layouts whose micro-batches are a rank's share halved again and again, rounded up; smallest first."""
-        size = cls._largest_micro_batch(global_batch_size, num_processes)
-        sizes = [size]
-        while size > 1:
-            size = ceil(size / 2)
-            sizes.append(size)
-        return [cls.of(global_batch_size, size, num_processes) for size in reversed(sizes)]
+        found = [self.with_micro_batch(None)]
+        while found[-1].micro_batch_size > 1:
+            found.append(self.with_micro_batch(ceil(found[-1].micro_batch_size / 2)))
+        return found[::-1]
 
     @classmethod
     def _largest_micro_batch(cls, global_batch_size: int, num_processes: int) -> int:

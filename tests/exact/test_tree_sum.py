@@ -157,7 +157,7 @@ def test_layouts_say_what_they_are() -> None:
         "26 samples = 6 micro-batches of 4 + 1 of 2, on 2 ranks in 4 accumulation steps"
     )
     assert IndexedLayout.of(8, 8, 1).describe() == "8 samples = 1 micro-batch of 8, on 1 rank in 1 accumulation step"
-    assert [layout.micro_batch_size for layout in IndexedLayout.halvings(9, 4)] == [1, 2]
+    assert [layout.micro_batch_size for layout in IndexedLayout.of(9, None, 4).halvings] == [1, 2]
     with pytest.raises(InputError, match="makes 2 micro-batches of --global_batch_size 24, fewer than the 3 ranks"):
         IndexedLayout.of(24, 13, 3)
 

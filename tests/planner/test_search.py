@@ -233,16 +233,16 @@ def test_the_search_ends_with_the_first_size_that_nothing_of_fits():
         looked_at.append((layout.micro_batch_size, loss))
         return [candidate(layout.micro_batch_size, budget=WEIGHTS * 4 + 60_000)]
 
-    choice = search(BatchLayout.halvings(16, 1), ("full", "chunked"), candidates_of)
+    choice = search(BatchLayout.of(16, None, 1).halvings, ("full", "chunked"), candidates_of)
     assert looked_at == [(size, loss) for size in (1, 2, 4, 8) for loss in ("full", "chunked")]
     assert not choice.candidates[-1].fits
     assert choice.chosen.layout.micro_batch_size == 4
 
 
 def test_micro_batches_are_halvings_of_a_ranks_share():
-    assert [layout.micro_batch_size for layout in BatchLayout.halvings(48, 2)] == [1, 2, 3, 6, 12, 24]
-    assert [layout.accumulation_steps for layout in BatchLayout.halvings(48, 2)] == [24, 12, 8, 4, 2, 1]
-    assert [layout.micro_batch_size for layout in BatchLayout.halvings(5, 1)] == [1, 2, 3, 5]
+    assert [layout.micro_batch_size for layout in BatchLayout.of(48, None, 2).halvings] == [1, 2, 3, 6, 12, 24]
+    assert [layout.accumulation_steps for layout in BatchLayout.of(48, None, 2).halvings] == [24, 12, 8, 4, 2, 1]
+    assert [layout.micro_batch_size for layout in BatchLayout.of(5, None, 1).halvings] == [1, 2, 3, 5]
 
 
 def flags(**changes):

@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import pytest
 from lives import assert_the_same_weights, be_rank, curve, write_rows
+from samples import sample
 
 RECIPE = "language_modeling"
 WIDE = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=48"
@@ -138,10 +139,21 @@ def test_verify_holds_for_shared_rows(train, tmp_path, plan):
     assert "--verify: one global batch" in train(tmp_path / "run", 2, *of("gpt2"), *SHARED, *more)
 
 
+@pytest.mark.parametrize("more", sample([()], [(), ("--shard", "full")]))
+def test_a_budget_is_searched_by_estimates(train, run, tmp_path, more):
+    budget = ("--activation_checkpointing", "budget", "--micro_batch_size", "auto", "--memory_budget_gib", "0.0025")
+    printed = train(tmp_path / "run", 2, *of("mistral"), *SHARED, *budget, *more)
+    flag = "--shard full" if more else "--sequence_parallel 2"
+    assert f"{flag}: planning by estimates for this CPU" in printed
+    found = json.loads((tmp_path / "run/results.json").read_text())
+    assert found["memory"]["predicted_peak_gib"] <= 0.0025
+    assert found["plan"] != "none"
+    assert found["accumulation_steps"] > 1
+    assert_the_same_curve(tmp_path / "run", run(1, *of("mistral")))
+
+
 REFUSED = {
     ("--bitwise_topology",): "adds up the gradients of whole rows: leave one of them out",
-    ("--memory_budget_gib", "1", "--activation_checkpointing", "budget"): "a search for a memory budget does not know",
-    ("--memory_budget_gib", "1", "--micro_batch_size", "auto"): "name a plan, such as full_tiled, and a number",
     ("--packed_attention", "mask"): "leave --packed_attention mask out",
     (): "1 rank cannot be divided into groups of 2: launch a multiple of 2, or leave it out",
 }
@@ -156,10 +168,3 @@ def test_what_shared_rows_do_not_go_with_is_refused_in_a_line(refuse, flags, mor
 
 def test_fewer_than_one_rank_is_refused(refuse, flags):
     assert "--sequence_parallel 0: must be at least 1" in refuse(*flags, *of("llama"), "--sequence_parallel", "0")
-
-
-def test_it_is_not_planned_yet(recipe, flags, tmp_path):
-    from memsave_recipes.errors import InputError
-
-    with pytest.raises(InputError, match="--sequence_parallel: slices of rows cannot be estimated yet: leave it out"):
-        recipe.task([*flags, *of("llama"), *SHARED, "--output_dir", str(tmp_path)])

@@ -61,7 +61,9 @@ def test_two_ranks_evaluate_and_save_it(train, train_on_ranks, tmp_path, flags):
     assert results["eval"]["loss"] == pytest.approx(expected["eval"]["loss"], rel=1e-4)
     assert results["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
     final, of_one = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "one"))
-    names = [name for name in of_one if not name.endswith("key.bias")]  # no softmax depends on it: Adam steps by rounding
+    names = [
+        name for name in of_one if not name.endswith("key.bias")
+    ]  # no softmax depends on it: Adam steps by rounding
     assert all(torch.allclose(final[name], of_one[name], atol=1e-4) for name in names)
 
 

@@ -19,7 +19,7 @@ from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.run import run_plan
-from memsave_recipes.run.run_plan import choose_in_shards, plan_run
+from memsave_recipes.run.run_plan import choose_by_estimates, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.sharding import ShardGroups, shard
 from memsave_recipes.sharding.units import units_of
@@ -202,7 +202,7 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once
     model, task = build_model(), task_of(budget_bytes, **flags)
     trained = CausalLMLoss(model, "full")
     try:
-        chosen = choose_in_shards(accelerator, task)
+        chosen = choose_by_estimates(accelerator, task)
         groups = ShardGroups.of("full", accelerator.num_processes)
         units = len(units_of(model, chosen.forecast.plan, "full"))
         shard(trained, model, chosen.forecast.plan, groups, accelerator.device)
