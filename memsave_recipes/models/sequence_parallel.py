@@ -7,7 +7,8 @@ NOTE [ sequence parallelism ]
 2. A decoder computes everything but attention token by token. Attention needs whole rows, but treats each head by
    itself. So before it the group exchanges slices of all heads for whole rows of some heads, and after it back
    (all-to-all, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Keys and values with fewer heads than S are
-   repeated first.
+   repeated first. Queries, keys and values go in one exchange: half as many as one for each, and the same peak of a
+   step, which is in a backward.
 3. Whole rows go to ``attention_by_document``, with its kernels and sliding windows. There is no mask.
 4. The backward of an exchange is the same exchange. A layer that recomputes exchanges again. The order follows the
    graph, so it is the same on all ranks.
@@ -148,14 +149,17 @@ class SequenceGroup:
                 f"--sequence_parallel {self.size}: {heads} attention heads cannot be split over {self.size} ranks: "
                 f"take a divisor of {heads}"
             )
-        return self._slices(attention(*map(self._whole_rows, (query, *keys_and_values))))
+        parts = [self._parts(states) for states in (query, *keys_and_values)]
+        whole = self._exchange(torch.cat(parts, dim=3)).flatten(0, 1)  # (ranks * L, B, width)
+        of_each = zip(whole.split([part.shape[3] for part in parts], dim=2), (query, *keys_and_values), strict=True)
+        rows = [one.unflatten(2, (-1, states.shape[3])).permute(1, 2, 0, 3) for one, states in of_each]
+        return self._slices(attention(*rows))
 
-    def _whole_rows(self, states: Tensor) -> Tensor:
-        """Exchange (B, H, L, D) for (B, H / ranks, ranks * L, D), a view of memory in the order (T, B, H, D)."""
+    def _parts(self, states: Tensor) -> Tensor:
+        """Cut (B, H, L, D) to (ranks, L, B, H / ranks * D): the heads of each rank, repeated where there are fewer."""
         repeats = self.size // gcd(states.shape[1], self.size)
         states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
-        parts = states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4)  # (ranks, L, B, h, D)
-        return self._exchange(parts).flatten(0, 1).permute(1, 2, 0, 3)
+        return states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(3)
 
     def _slices(self, attended: Tensor) -> Tensor:
         """Exchange (B, ranks * L, h, D) for (B, L, ranks * h, D)."""

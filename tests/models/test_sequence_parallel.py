@@ -2,6 +2,7 @@
 
 import copy
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ ODD = ((20, 10, 1), (5, 26))  # rows that neither 2 nor 4 ranks divide
 TWO_WAYS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 FOUR_HEADS = {"num_attention_heads": 4, "n_head": 4}
 CHUNKED = {"loss": "chunked", "chunk_bytes": 4096}
+LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": None, "kv_lora_rank": 8}
 NEEDS_ROWS = "--sequence_parallel 2: the model needs whole rows, as"
 OF_FLOAT32 = ("gemma3_text",)  # whose norms compute in it, whatever the model's precision
 
@@ -34,6 +36,7 @@ FEW = {
     "windows, without logits": ("mistral", {}, of_documents, CHUNKED),
     "some keys on each rank": ("llama", TWO_WAYS, padded, {}),
     "learned positions": ("gpt2", {}, padded, {}),
+    "other sizes of values": ("deepseek_v3", LATENT, padded, {}),
 }
 ALL = {
     f"{name}, {rows.__name__}, {options}": (name, FOUR_HEADS, rows, options)
@@ -95,6 +98,19 @@ def saved_share(group):
     return slices / whole
 
 
+def exchanges(group):
+    """How many a layer makes in a forward, and with its backward when it recomputes."""
+    model = adopted(group, "llama")
+    counts = []
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        CausalLMLoss(model, sequence_group=group)(**of_documents())
+        counts.append(exchange.call_count / len(model.model.layers))
+        exchange.reset_mock()
+        in_slices(model, group, of_documents(), "full")
+        counts.append(exchange.call_count / len(model.model.layers))
+    return counts
+
+
 def refusals(group):
     """The lines for models that cannot share rows."""
     scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
@@ -117,7 +133,7 @@ def on_two_ranks(accelerator):
     group = group_of(2)
     copied = copy.deepcopy(CausalLMLoss(causal_model("llama"), sequence_group=group))
     same = copied.sequence_group is group
-    return differences(FEW, group), under_plans(group), refusals(group), saved_share(group), same
+    return differences(FEW, group), under_plans(group), refusals(group), exchanges(group), saved_share(group), same
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +169,11 @@ def test_models_that_need_whole_rows_are_refused(two_ranks):
             "--sequence_parallel 2: layers that trade with other ranks are not compiled: take full or full_tiled, "
             "without --compile",
         ]
+
+
+def test_a_layer_exchanges_before_and_after_attention(two_ranks):
+    for _, _, _, counts, *_ in two_ranks:
+        assert counts == [2, 6]
 
 
 def test_a_rank_saves_its_share_for_the_backward(two_ranks):
