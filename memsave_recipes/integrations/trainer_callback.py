@@ -59,9 +59,10 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Refuse arguments before ``train()`` acts on them; see to the optimizer before a checkpoint is loaded."""
+        trainer = _calling_trainer()
         _check_arguments(args)
+        _check_trainer(trainer)
         if self.offload_optimizer != "none":
-            trainer = _calling_trainer()
             trainer.create_optimizer = _offloading(trainer, by_step=self.offload_optimizer == "step")
 
     def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
@@ -203,6 +204,14 @@ def _check_arguments(args: TrainingArguments) -> None:
 
 
 def _check_trainer(trainer: Any) -> None:
+    """Raise ``InputError`` where ranks share a model or its rows."""
+    sizes = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (size := getattr(sizes, name, 1)) > 1:
+            raise InputError(
+                f"parallelism_config: {name} {size} shares layers or rows between ranks, which no plan is made for: "
+                f"train with {name}=1, or leave MemsaveCallback out"
+            )
     kind = str(trainer.accelerator.distributed_type.value)
     if kind in SHARDS:
         raise InputError(f"{kind} shards or moves the model, which no plan is made for: train with DDP")

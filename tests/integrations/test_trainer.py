@@ -217,6 +217,19 @@ def test_a_model_under_a_plan_is_refused(tmp_path):
         trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], model=model)
 
 
+@pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size"])
+def test_ranks_that_share_layers_or_rows_are_refused(name, tmp_path, monkeypatch):
+    from accelerate.utils import ParallelismConfig
+
+    class Shared(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            monkeypatch.setattr(self.accelerator.state, "parallelism_config", ParallelismConfig(**{name: 2}))
+
+    with pytest.raises(memsave.InputError, match=f"{name} 2 shares layers or rows .*: train with {name}=1, or leave"):
+        trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], trainer=Shared)
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_what_shards_the_model_is_refused(kind, tmp_path, monkeypatch):
     from accelerate.utils import DistributedType
