@@ -51,6 +51,12 @@ def packed(lengths=LENGTHS, vocab_size=64):
     return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "document_lengths": lengths}
 
 
+def random_documents(draw, num_rows=2, num_tokens=32):
+    """The lengths of the documents of each row."""
+    cuts = (sorted(draw.sample(range(1, num_tokens), draw.randrange(8))) for _ in range(num_rows))
+    return tuple(tuple(b - a for a, b in pairwise([0, *row, num_tokens])) for row in cuts)
+
+
 def gradients(model, batch, plan="none"):
     return gradients_of(CausalLMLoss(model), batch, plan)
 

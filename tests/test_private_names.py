@@ -67,6 +67,7 @@ IMPORTED = frozenset(
         "torch.cuda.memory._record_memory_history",
         "torch.distributed.distributed_c10d._get_default_group",
         "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.distributed_c10d._resolve_process_group",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.nn.modules.conv._ConvNd",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",

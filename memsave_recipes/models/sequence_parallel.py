@@ -14,8 +14,10 @@ NOTE [ sequence parallelism ]
    graph, so it is the same on all ranks.
 5. Losses are summed over a slice; the sums of all ranks add up to that of the global batch. DDP or FSDP2 runs over all
    ranks.
-6. Dropout has a seed for each rank, so slices and heads have their own masks.
-7. An estimate computes the first rank's slices in a group that nobody is in. An exchange then gives memory of the same
+6. In a compiled layer the exchange is one operator. Slices are alike, so all ranks compile the same graph, which
+   exchanges in one order.
+7. Dropout has a seed for each rank, so slices and heads have their own masks.
+8. An estimate computes the first rank's slices in a group that nobody is in. An exchange then gives memory of the same
    size, in the time that its bytes take between ranks (``simulated_exchanges`` in ``estimation/estimate.py``).
 """
 
@@ -29,6 +31,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError, require
@@ -36,8 +40,10 @@ from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.packed_attention import (
     OTHER_LOGITS,
     DocumentLengths,
+    Documents,
     agree,
     attend_by_document,
+    drops,
     evaluating,
 )
 
@@ -74,7 +80,7 @@ class SequenceGroup:
     """The ranks that share the rows of this one: NOTE [ sequence parallelism ].
 
     Args:
-        group: ``None`` in an estimate: rule 7.
+        group: ``None`` in an estimate: rule 8.
         size: the number of ranks.
         rank: of this one among them.
     """
@@ -128,7 +134,9 @@ class SequenceGroup:
         if rest := -length % self.size:
             lengths = [[*of_row, rest] for of_row in lengths]
         taken = {"input_ids": self.slice(rows), "position_ids": self.slice(positions)}
-        return taken | {"document_lengths": lengths, "sequence_group": self}, self.slice(targets, IGNORED_LABEL)
+        return taken | {"document_lengths": Documents(lengths), "sequence_group": self}, self.slice(
+            targets, IGNORED_LABEL
+        )
 
     def slice(self, rows: Tensor, filling: int = 0) -> Tensor:
         """Return this rank's part of (B, T), or of (B, T, ...) where T is a multiple of the ranks."""
@@ -159,7 +167,8 @@ class SequenceGroup:
         """Cut (B, H, L, D) to (ranks, L, B, H / ranks * D): the heads of each rank, repeated where there are fewer."""
         repeats = self.size // gcd(states.shape[1], self.size)
         states = states.repeat_interleave(repeats, dim=1) if repeats > 1 else states
-        return states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(3)
+        parts: Tensor = states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(3)
+        return parts
 
     def _slices(self, attended: Tensor) -> Tensor:
         """Exchange (B, ranks * L, h, D) for (B, L, ranks * h, D)."""
@@ -167,7 +176,12 @@ class SequenceGroup:
         return self._exchange(parts).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        exchanged: Tensor = _AllToAll.apply(parts, self.group)  # type: ignore[no-untyped-call]
+        exchanged: Tensor
+        if is_compiling():
+            assert self.group is not None, "an estimate compiles nothing"
+            exchanged = _compiled_exchange(parts, self.group.group_name)
+        else:
+            exchanged = _AllToAll.apply(parts, self.group)  # type: ignore[no-untyped-call]
         return exchanged
 
     @torch.no_grad()
@@ -175,12 +189,12 @@ class SequenceGroup:
         """Let ``model`` attend by document, and check that slices have the logits of whole rows; for all ranks.
 
         Raises:
-            InputError: it cannot, or they have not, or its layers are to be compiled.
+            InputError: it cannot, or they have not, or its layers are to be compiled with dropout.
         """
-        if compiles:
+        if compiles and drops(model):
             raise InputError(
-                f"--sequence_parallel {self.size}: layers that trade with other ranks are not compiled: take full or "
-                "full_tiled, without --compile"
+                f"--sequence_parallel {self.size}: layers with dropout that attend by document are not compiled: take "
+                "full or full_tiled, without --compile"
             )
         if reason := attend_by_document(model) or _why_not_in_parts(model) or self._why_not(model):
             raise InputError(f"--sequence_parallel {self.size}: the model needs whole rows, as {reason}: leave it out")
@@ -233,3 +247,25 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def exchange(taken: Tensor, parts: Tensor, group: dist.ProcessGroup | None) -> None:
     """Give the ``parts``, (ranks, ...), to the ranks of ``group``, and take one from each."""
     dist.all_to_all_single(taken, parts, group=group)
+
+
+@torch.library.custom_op("memsave::exchange", mutates_args=())
+def _compiled_exchange(parts: Tensor, group_name: str) -> Tensor:
+    """Exchange as ``_AllToAll``: rule 6."""
+    return _all_to_all(parts, _resolve_process_group(group_name))  # type: ignore[arg-type]
+
+
+@_compiled_exchange.register_fake
+def _(parts: Tensor, group_name: str) -> Tensor:
+    return parts.new_empty(parts.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    _, ctx.group_name = inputs
+
+
+def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return _compiled_exchange(gradient, ctx.group_name), None
+
+
+_compiled_exchange.register_autograd(_exchange_back, setup_context=_save)

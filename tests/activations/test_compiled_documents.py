@@ -1,11 +1,20 @@
 """Attention by document in compiled layers: one operator with the bits of the others, few graphs for all documents."""
 
 import random
-from itertools import pairwise
 
 import pytest
 import torch
-from packed_rows import LENGTHS, NAMES, by_document, causal_model, gradients, gradients_of, packed, varlen_on_cpu
+from packed_rows import (
+    LENGTHS,
+    NAMES,
+    by_document,
+    causal_model,
+    gradients,
+    gradients_of,
+    packed,
+    random_documents,
+    varlen_on_cpu,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -87,11 +96,6 @@ def test_dropout_is_not_compiled(monkeypatch):
 
 
 # Compiled
-
-
-def random_documents(draw, num_rows=2, num_tokens=32):
-    cuts = (sorted(draw.sample(range(1, num_tokens), draw.randrange(8))) for _ in range(num_rows))
-    return tuple(tuple(b - a for a, b in pairwise([0, *row, num_tokens])) for row in cuts)
 
 
 @pytest.mark.usefixtures("kernels_can_be_compiled")

@@ -42,7 +42,7 @@ def train(run_on_ranks, flags):
 
     def run(folder, num_ranks, *more):
         words = [*flags, *more, "--output_dir", str(folder)]
-        ranks = run_on_ranks(partial(be_rank, recipe=RECIPE, words=words), num_ranks, timeout_s=200)
+        ranks = run_on_ranks(partial(be_rank, recipe=RECIPE, words=words), num_ranks, timeout_s=600)
         return "".join(printed for _, printed in ranks)
 
     return run
@@ -150,6 +150,13 @@ def test_a_budget_is_searched_by_estimates(train, run, tmp_path, more):
     assert found["plan"] != "none"
     assert found["accumulation_steps"] > 1
     assert_the_same_curve(tmp_path / "run", run(1, *of("mistral")))
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_curve_of_one_rank(run):
+    one, two = run(1, *of("llama")), run(2, *of("llama"), *SHARED, "--compile", "--activation_checkpointing", "full")
+    assert json.loads((two / "results.json").read_text())["plan"] == "compiled:0"
+    assert curve(two) == pytest.approx(curve(one), rel=1e-6)
 
 
 REFUSED = {
