@@ -3,8 +3,10 @@
 Work of rank 0 may take an hour, and a collective has a limit: the others wait in the store of the process group.
 
 NOTE [ missing ranks ]
-1. A thread of each rank reports to that store how often it has reported, and how many collectives it has begun.
-2. A rank is missing that for longer than the limit has not reported, or is behind the furthest and begins nothing.
+1. A thread of each rank reports to that store how often it has reported, and how many collectives it has begun in all
+   of its groups.
+2. A rank is missing that for longer than the limit has not reported, or is behind the furthest and begins nothing. Of
+   those behind it is the last: the others wait for it in a smaller group.
 3. While ranks wait for rank 0 (``on_main_process``) nobody is behind, so that may take any time.
 4. All ranks find out and end; the lowest one that is not missing says so.
 5. A rank's own ticks are the clock: one that was stopped and goes on blames nobody for it.
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import (
@@ -317,8 +319,9 @@ class Lateness:
             self._silent_s[rank] = self._silent_s[rank] + elapsed_s if is_silent else 0.0
             self._behind_s[rank] = self._behind_s[rank] + elapsed_s if is_behind else 0.0
         self._reports = reports
-        behind = {rank: BEHIND for rank, late_s in enumerate(self._behind_s) if late_s > self.limit_s}
-        return behind | {rank: SILENT for rank, late_s in enumerate(self._silent_s) if late_s > self.limit_s}
+        behind = {rank: _begun(reports[rank]) for rank, late_s in enumerate(self._behind_s) if late_s > self.limit_s}
+        last = {rank: BEHIND for rank, begun in behind.items() if begun == min(behind.values())}
+        return last | {rank: SILENT for rank, late_s in enumerate(self._silent_s) if late_s > self.limit_s}
 
 
 def report_of(count: int, begun: int) -> str:
@@ -382,8 +385,4 @@ class _RankWatch:
 
 
 def _collectives_begun() -> int:
-    try:
-        count: int = _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        return count
-    except ValueError:  # it is no more
-        return 0
+    return sum(group._get_sequence_number_for_group() for group in list(_world.pg_map))  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -21,8 +22,9 @@ from memsave_recipes.distributed import (
     on_main_process,
     report_of,
 )
+from memsave_recipes.models.sequence_parallel import SequenceGroup
 from memsave_recipes.processes import LOST
-from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
 
 LIMIT_S = 3.0
 
@@ -61,6 +63,14 @@ class TestLateness:
 
         assert self.late_after(30, reports) == {}
 
+    def test_a_rank_that_another_waits_for_in_a_group(self):
+        """Rank 0 comes to the next exchange with rank 1, and rank 2 goes on."""
+
+        def reports(tick):
+            return [report_of(tick, min(tick, 5)), report_of(tick, min(tick, 4)), report_of(tick, tick)]
+
+        assert self.late_after(30, reports) == {1: BEHIND}
+
     def test_a_rank_that_is_done(self):
         def reports(tick):
             return [report_of(tick, 6), DONE if tick > 1 else report_of(tick, 5), report_of(tick, 6)]
@@ -75,6 +85,20 @@ def asleep(accelerator):
         if step == 1 and accelerator.process_index == 1:
             time.sleep(10 * END_S)
         accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+def asleep_in_a_layer(accelerator):
+    """Rank 1 does not come to an exchange of the rows that both share."""
+    exchange = exchange_of_two()
+    for step in range(2):
+        if step == 1 and accelerator.process_index == 1:
+            time.sleep(10 * END_S)
+        exchange()
+
+
+def exchange_of_two():
+    group = SequenceGroup.of(2, timedelta(seconds=END_S))
+    return partial(group._exchange, torch.ones(2, 1))
 
 
 def stopped(accelerator):
@@ -138,7 +162,43 @@ def test_a_rank_whose_peer_was_killed_says_so_in_a_line(run_trial, tmp_path, ran
     assert line.endswith("the last checkpoint is as it was, go on with --resume")
 
 
-@pytest.mark.parametrize(("program", "how"), [(asleep, BEHIND), (stopped, SILENT)])
+def ended_in_a_layer(end, accelerator):
+    """Rank 1 is, while the other one waits for it in an exchange."""
+
+    def main():
+        exchange = exchange_of_two()
+        exchange()
+        if accelerator.process_index == 1:
+            end()
+        exchange()
+
+    run_recipe(main)
+
+
+def without_memory():
+    raise MemoryError("no memory in a layer")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "codes", "told", "told_by_1"),
+    [
+        (without_memory, [OUT_OF_MEMORY, OUT_OF_MEMORY], "", "no memory in a layer\n"),
+        (kill, [LOST, -signal.SIGKILL], "error: another rank is gone (", ""),
+    ],
+)
+def test_a_rank_that_ends_in_a_layer_ends_those_that_share_its_rows(run_trial, tmp_path, end, codes, told, told_by_1):
+    found, (by_0, by_1) = run_trial(ends_of, partial(ended_in_a_layer, end), tmp_path, LIMIT_S)
+    lines = [line for line in by_0.splitlines() if not line.startswith("[")]
+    assert (found, by_1) == (codes, told_by_1)
+    assert len(lines) == bool(told)
+    assert "".join(lines).startswith(told)
+
+
+@pytest.mark.parametrize(("program", "how"), [(asleep, BEHIND), (asleep_in_a_layer, BEHIND), (stopped, SILENT)])
 def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, program, how):
     codes, printed = run_trial(ends_of, program, tmp_path, LIMIT_S, program is not stopped)
     assert codes == [LOST, None if program is stopped else LOST]
