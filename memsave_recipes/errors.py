@@ -1,4 +1,4 @@
-"""The exception for a user's mistake: one line on the terminal and exit code 2.
+"""Flags as fields, and the exception for a user's mistake: one line on the terminal and exit code 2.
 
 The message names the input, the rule it broke and what to change, for example
 ``--global_batch_size 4 is smaller than the 8 ranks: raise it to at least 8 or launch fewer processes``.
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,6 +46,11 @@ class InputError(ValueError):
     def found_by_one_rank(self) -> bool:
         """Whether it comes from a data worker of one rank, so that the other ranks know nothing of it."""
         return str(self).startswith("Caught ")
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """Make the field of a flag; ``metadata`` are more arguments of argparse, such as ``nargs``."""
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 def require(holds: bool, flag: str, value: Any, rule: str) -> None:

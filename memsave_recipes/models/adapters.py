@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.errors import InputError, option, packages_of, require
 from memsave_recipes.models.slices import new_weights, take_whole
 from memsave_recipes.text import first_line
 
@@ -57,13 +57,10 @@ PEFT_NAMES = {  # of flags in peft's configuration
 class LoraArguments:
     """Adapters instead of all weights."""
 
-    lora: bool = field(default=False, metadata={"help": "train low-rank adapters and freeze the weights"})
-    lora_rank: int = field(default=16, metadata={"help": "rank of the update of each layer"})
-    lora_alpha: int = field(
-        default=32,
-        metadata={"help": "alpha of LoRA: updates are multiplied by lora_alpha / lora_rank"},
-    )
-    lora_dropout: float = field(default=0.0, metadata={"help": "dropout probability at the input of each update"})
+    lora: bool = option(False, "train low-rank adapters and freeze the weights")
+    lora_rank: int = option(16, "rank of the update of each layer")
+    lora_alpha: int = option(32, "alpha of LoRA: updates are multiplied by lora_alpha / lora_rank")
+    lora_dropout: float = option(0.0, "dropout probability at the input of each update")
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={
@@ -74,16 +71,10 @@ class LoraArguments:
     lora_modules_to_save: list[str] = field(
         default_factory=list, metadata={"help": "endings of names of modules that train in full, besides the adapters"}
     )
-    use_rslora: bool = field(
-        default=False, metadata={"help": "multiply updates by lora_alpha / sqrt(lora_rank): rsLoRA"}
-    )
-    use_dora: bool = field(default=False, metadata={"help": "train norm and direction of each row separately: DoRA"})
-    lora_merge: bool = field(
-        default=False, metadata={"help": "save the model with the updates merged into its weights"}
-    )
-    load_in_4bit: bool = field(
-        default=False, metadata={"help": "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)"}
-    )
+    use_rslora: bool = option(False, "multiply updates by lora_alpha / sqrt(lora_rank): rsLoRA")
+    use_dora: bool = option(False, "train norm and direction of each row separately: DoRA")
+    lora_merge: bool = option(False, "save the model with the updates merged into its weights")
+    load_in_4bit: bool = option(False, "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)")
 
     def __post_init__(self) -> None:
         require(self.lora_rank >= 1, "--lora_rank", self.lora_rank, "at least 1")

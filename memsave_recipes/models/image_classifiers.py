@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, option
 from memsave_recipes.losses import SINGLE, ProblemType
 from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
 from memsave_recipes.models.pretrained import (
@@ -47,11 +47,9 @@ logger = logging.getLogger(__name__)
 class ImageModelArguments(TransformerArguments):
     """Which network: one of ours, or any image classifier of transformers."""
 
-    model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
-    weights: str | None = field(default=None, metadata={"help": "weights for --model: a .safetensors or .pth"})
-    channels_last: bool = field(
-        default=False, metadata={"help": "use the memory format in which GPUs convolve fastest"}
-    )
+    model: str | None = option(None, f"one of {', '.join(MODELS)}")
+    weights: str | None = option(None, "weights for --model: a .safetensors or .pth")
+    channels_last: bool = option(False, "use the memory format in which GPUs convolve fastest")
 
     def __post_init__(self) -> None:
         ways = [self.model, self.model_name_or_path, self.model_type]

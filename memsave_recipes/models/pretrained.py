@@ -6,7 +6,7 @@ A folder of adapters names the model that they were trained on; ``adapters.py`` 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -28,7 +28,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, option
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.losses import REGRESSION, SINGLE, ProblemType
 from memsave_recipes.models.deferred_init import deferred_init
@@ -51,28 +51,21 @@ Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 class TransformerArguments:
     """The model of transformers and its attention."""
 
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "folder or Hub id of a transformers model to fine-tune, or folder of its LoRA adapters"},
+    model_name_or_path: str | None = option(
+        None, "folder or Hub id of a transformers model to fine-tune, or folder of its LoRA adapters"
     )
-    model_type: str | None = field(
-        default=None, metadata={"help": "type of a transformers model to train from scratch, such as gpt2"}
+    model_type: str | None = option(None, "type of a transformers model to train from scratch, such as gpt2")
+    config_overrides: str | None = option(
+        None, 'entries of the configuration of --model_type, such as "n_layer=4,n_head=4"'
     )
-    config_overrides: str | None = field(
-        default=None, metadata={"help": 'entries of the configuration of --model_type, such as "n_layer=4,n_head=4"'}
+    dropout: float | None = option(
+        None,
+        "dropout probability of all layers; with 0 the loss does not depend on the batch layout; default: the model's",
     )
-    dropout: float | None = field(
-        default=None,
-        metadata={
-            "help": "dropout probability of all layers; with 0 the loss does not depend on the batch layout; default: "
-            "the model's"
-        },
+    attn_implementation: str | None = option(
+        None, "attention kernel: eager, sdpa, flash_attention_2, ...; default: transformers' choice"
     )
-    attn_implementation: str | None = field(
-        default=None,
-        metadata={"help": "attention kernel: eager, sdpa, flash_attention_2, ...; default: transformers' choice"},
-    )
-    trust_remote_code: bool = field(default=False, metadata={"help": "run the code that comes with a model of the Hub"})
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the Hub")
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_type is None):

@@ -6,7 +6,7 @@ in ``torchvision.ops.FrozenBatchNorm2d`` and timm's ``freeze``. So a frozen laye
 evaluation, samples do not depend on one another, and adapters' files, which hold no statistics, hold all that changed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.activations import find_stacks
-from memsave_recipes.errors import InputError, require
+from memsave_recipes.errors import InputError, option, require
 from memsave_recipes.models.adapters import LoraArguments, add_lora, outside_the_backbone
 from memsave_recipes.models.slices import new_weights
 
@@ -24,16 +24,13 @@ from memsave_recipes.models.slices import new_weights
 class TrainedPartArguments(LoraArguments):
     """What trains: all weights, adapters or the last blocks."""
 
-    train_last_blocks: int | None = field(
-        default=None,
-        metadata={"help": "train the last N blocks and the layers after them, and freeze the rest"},
+    train_last_blocks: int | None = option(
+        None, "train the last N blocks and the layers after them, and freeze the rest"
     )
-    stream_weights: Literal["none", "host"] = field(
-        default="none",
-        metadata={
-            "help": "host: keep the weights of a layer on the host until it runs (on a GPU): frozen weights, and with "
-            "--offload_optimizer step all"
-        },
+    stream_weights: Literal["none", "host"] = option(
+        "none",
+        "host: keep the weights of a layer on the host until it runs (on a GPU): frozen weights, and with "
+        "--offload_optimizer step all",
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +70,7 @@ class TrainedPartArguments(LoraArguments):
 class ClassifierTrainingArguments(TrainedPartArguments):
     """Training only the head of a classifier."""
 
-    freeze_backbone: bool = field(default=False, metadata={"help": "train only the head of the classifier"})
+    freeze_backbone: bool = option(False, "train only the head of the classifier")
 
     def __post_init__(self) -> None:
         super().__post_init__()

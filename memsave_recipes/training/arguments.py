@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from memsave_recipes.errors import InputError, require
+from memsave_recipes.errors import InputError, option, require
 from memsave_recipes.exact.settings import ExactSettings
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import FULL, NONE
@@ -99,119 +99,86 @@ class RunArguments(TrackerArguments, ExactSettings):
     """The folder, global batch, memory plan and length of a run."""
 
     output_dir: str = field(metadata={"help": "folder for everything that the run writes"})
-    overwrite: bool = field(default=False, metadata={"help": "delete the run that --output_dir holds"})
-    push_to_hub: str | None = field(
-        default=None,
-        metadata={"help": "upload final/ to this repository of the Hub at the end: NAME or OWNER/NAME; needs a login"},
+    overwrite: bool = option(False, "delete the run that --output_dir holds")
+    push_to_hub: str | None = option(
+        None, "upload final/ to this repository of the Hub at the end: NAME or OWNER/NAME; needs a login"
     )
-    hub_private_repo: bool = field(default=True, metadata={"help": "make a new repository of --push_to_hub private"})
-    global_batch_size: int = field(
-        default=64, metadata={"help": "samples of one optimizer step, over all ranks and accumulation steps"}
+    hub_private_repo: bool = option(True, "make a new repository of --push_to_hub private")
+    global_batch_size: int = option(64, "samples of one optimizer step, over all ranks and accumulation steps")
+    micro_batch_size: int | str | None = option(
+        None,
+        "samples of one forward on one rank, or auto: the fastest size that fits --memory_budget_gib; "
+        "default: the rank's whole share of the global batch",
     )
-    micro_batch_size: int | str | None = field(
-        default=None,
-        metadata={
-            "help": "samples of one forward on one rank, or auto: the fastest size that fits --memory_budget_gib; "
-            "default: the rank's whole share of the global batch"
-        },
+    bitwise_topology: bool = option(
+        False,
+        "the same weights and losses, bit for bit, on any number of ranks: micro-batches of one "
+        "--micro_batch_size, whose gradients are added in a fixed order",
     )
-    bitwise_topology: bool = field(
-        default=False,
-        metadata={
-            "help": "the same weights and losses, bit for bit, on any number of ranks: micro-batches of one "
-            "--micro_batch_size, whose gradients are added in a fixed order"
-        },
+    shard: str | None = option(
+        None,
+        "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over "
+        "groups of N ranks, each with the whole model; default: what the launch file says, else none",
     )
-    shard: str | None = field(
-        default=None,
-        metadata={
-            "help": "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over "
-            "groups of N ranks, each with the whole model; default: what the launch file says, else none"
-        },
+    reduce_gradients: Literal["auto", "micro_batch", "step"] = option(
+        "auto",
+        "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, "
+        "but whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch",
     )
-    reduce_gradients: Literal["auto", "micro_batch", "step"] = field(
-        default="auto",
-        metadata={
-            "help": "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, "
-            "but whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch"
-        },
+    drop_last: bool = option(False, "skip the last step of an epoch if it has fewer samples")
+    activation_checkpointing: str | None = option(
+        None,
+        "strategy: none (default; full with --batchnorm global and a --micro_batch_size), full, every:K, "
+        "segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
+        "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget or budget:bitwise; or the path of a "
+        "plan.json",
     )
-    drop_last: bool = field(default=False, metadata={"help": "skip the last step of an epoch if it has fewer samples"})
-    activation_checkpointing: str | None = field(
-        default=None,
-        metadata={
-            "help": "strategy: none (default; full with --batchnorm global and a --micro_batch_size), full, every:K, "
-            "segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
-            "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget or budget:bitwise; or the path of a "
-            "plan.json"
-        },
+    memory_budget_gib: float | None = option(
+        None, "GiB of device memory that a step may take: limit of the search by budget and auto"
     )
-    memory_budget_gib: float | None = field(
-        default=None,
-        metadata={"help": "GiB of device memory that a step may take: limit of the search by budget and auto"},
+    gradient_checkpointing: bool = option(False, "same as --activation_checkpointing full")
+    compile: str = option(
+        NONE,
+        "compile each repeated layer (rounds otherwise): regions (also --compile alone), none, or auto, "
+        "which is regions on a GPU with Triton, unless a flag asks for equal bits",
+        nargs="?",
+        const=REGIONS,
     )
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "same as --activation_checkpointing full"})
-    compile: str = field(
-        default=NONE,
-        metadata={
-            "nargs": "?",
-            "const": REGIONS,
-            "help": "compile each repeated layer (rounds otherwise): regions (also --compile alone), none, or auto, "
-            "which is regions on a GPU with Triton, unless a flag asks for equal bits",
-        },
+    verify: str = option(
+        "off",
+        "before training, check on one global batch that the plan changes no result (takes two batches); "
+        "stop (also --verify alone) or warn if it does",
+        nargs="?",
+        const="stop",
     )
-    verify: str = field(
-        default="off",
-        metadata={
-            "nargs": "?",
-            "const": "stop",
-            "help": "before training, check on one global batch that the plan changes no result (takes two batches); "
-            "stop (also --verify alone) or warn if it does",
-        },
+    num_epochs: float = option(3, "passes over the training set")
+    max_steps: int | None = option(None, "optimizer steps; overrides --num_epochs")
+    seed: int = option(0, "seed of weights, sample order, augmentation and dropout")
+    full_determinism: bool = option(
+        False, "use deterministic kernels if torch has them: the same bits in every run on a GPU"
     )
-    num_epochs: float = field(default=3, metadata={"help": "passes over the training set"})
-    max_steps: int | None = field(default=None, metadata={"help": "optimizer steps; overrides --num_epochs"})
-    seed: int = field(default=0, metadata={"help": "seed of weights, sample order, augmentation and dropout"})
-    full_determinism: bool = field(
-        default=False,
-        metadata={"help": "use deterministic kernels if torch has them: the same bits in every run on a GPU"},
+    dtype: Dtype = option(
+        "float32",
+        "dtype of the parameters; auto: bfloat16, or float16 on a GPU without it; mixed precision "
+        "is set at launch, and is fp16 with float16",
     )
-    dtype: Dtype = field(
-        default="float32",
-        metadata={
-            "help": "dtype of the parameters; auto: bfloat16, or float16 on a GPU without it; mixed precision "
-            "is set at launch, and is fp16 with float16"
-        },
+    matmul_precision: Literal["highest", "high", "medium"] | None = option(
+        None, "precision of float32 matrix products: high is TF32 on a GPU, medium bfloat16; default: highest"
     )
-    matmul_precision: Literal["highest", "high", "medium"] | None = field(
-        default=None,
-        metadata={
-            "help": "precision of float32 matrix products: high is TF32 on a GPU, medium bfloat16; default: highest"
-        },
+    sync_batchnorm: bool = option(False, "compute BatchNorm statistics over all ranks (GPUs only)")
+    batchnorm: Literal["local", "global"] = option(
+        "local",
+        "statistics of BatchNorm: local (over each micro-batch of a rank) or global (over the whole "
+        "global batch, across ranks and micro-batches)",
     )
-    sync_batchnorm: bool = field(
-        default=False, metadata={"help": "compute BatchNorm statistics over all ranks (GPUs only)"}
+    dataloader_num_workers: int | None = option(
+        None, "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU on Linux"
     )
-    batchnorm: Literal["local", "global"] = field(
-        default="local",
-        metadata={
-            "help": "statistics of BatchNorm: local (over each micro-batch of a rank) or global (over the whole "
-            "global batch, across ranks and micro-batches)"
-        },
-    )
-    dataloader_num_workers: int | None = field(
-        default=None,
-        metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU on Linux"},
-    )
-    eval_only: bool = field(default=False, metadata={"help": "only evaluate the model, without training"})
-    eval_steps: int | None = field(
-        default=None, metadata={"help": "optimizer steps between evaluations; default: one epoch"}
-    )
-    logging_steps: int = field(default=10, metadata={"help": "optimizer steps between log rows"})
-    memory_snapshot: int | None = field(
-        default=None, metadata={"help": "record the CUDA allocator over the first N steps"}
-    )
-    debug: bool = field(default=False, metadata={"help": "also print the traceback of one-line errors"})
+    eval_only: bool = option(False, "only evaluate the model, without training")
+    eval_steps: int | None = option(None, "optimizer steps between evaluations; default: one epoch")
+    logging_steps: int = option(10, "optimizer steps between log rows")
+    memory_snapshot: int | None = option(None, "record the CUDA allocator over the first N steps")
+    debug: bool = option(False, "also print the traceback of one-line errors")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,28 +199,21 @@ class RunArguments(TrackerArguments, ExactSettings):
         self._check_budget()
         self.check_flags()
         self._check_shards()
-        require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
+        for name in ("global_batch_size", "max_steps", "eval_steps", "memory_snapshot", "logging_steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name}", value, "at least 1")
         require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
-        require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
         require(self.seed >= 0, "--seed", self.seed, "at least 0")
         workers = self.dataloader_num_workers
         in_range = workers is None or 0 <= workers <= MAX_WORKERS
         require(in_range, "--dataloader_num_workers", workers, f"in [0, {MAX_WORKERS}]")
-        require(self.eval_steps is None or self.eval_steps >= 1, "--eval_steps", self.eval_steps, "at least 1")
-        snapshot = self.memory_snapshot
-        require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
-        require(self.logging_steps >= 1, "--logging_steps", self.logging_steps, "at least 1")
 
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size
         if size not in (None, AUTO):
-            whole = str(size).isascii() and str(size).isdigit() and len(str(size)) <= len(str(MAX_INT))
-            require(
-                whole and int(str(size)) >= 1,
-                "--micro_batch_size",
-                size,
-                f"a whole number from 1 to {MAX_INT}, or auto",
-            )
+            is_whole = str(size).isascii() and str(size).isdigit() and len(str(size)) <= len(str(MAX_INT))
+            in_range = is_whole and int(str(size)) >= 1
+            require(in_range, "--micro_batch_size", size, f"a whole number from 1 to {MAX_INT}, or auto")
             self.micro_batch_size = int(str(size))
 
     def _check_compile(self) -> None:
@@ -313,10 +273,10 @@ class RunArguments(TrackerArguments, ExactSettings):
             self.check_reduction()
         if not self.in_shards:
             return
+        is_global = self.batchnorm == "global"
         reasons = {
             "--bitwise_topology adds up whole gradients in one order": self.bitwise_topology,
-            "--batchnorm global joins the micro-batches of ranks that gather weights at other times": self.batchnorm
-            == "global",
+            "--batchnorm global joins the micro-batches of ranks that gather weights at other times": is_global,
             "--sync_batchnorm has not been tried with it": self.sync_batchnorm,
         }
         self._refuse_beside_shards(reasons)
@@ -337,110 +297,74 @@ class RunArguments(TrackerArguments, ExactSettings):
 class CheckpointArguments:
     """Checkpoints, resume and early stopping."""
 
-    resume: bool = field(
-        default=False, metadata={"help": "continue from the newest checkpoint in --output_dir; start if there is none"}
+    resume: bool = option(False, "continue from the newest checkpoint in --output_dir; start if there is none")
+    data_changed_ok: bool = option(False, "with --resume: continue even though the training data has changed")
+    save_every: int | None = option(None, "optimizer steps between checkpoints")
+    save_every_minutes: float = option(30, "minutes between checkpoints; 0: no checkpoints by time")
+    keep_checkpoints: int = option(2, "number of checkpoints to keep, the newest")
+    save_best: bool = option(False, "save the weights of the best evaluation as checkpoints/best-STEP")
+    metric_for_best_model: str = option(
+        "loss", "evaluation metric that --save_best and --early_stopping_patience compare"
     )
-    data_changed_ok: bool = field(
-        default=False, metadata={"help": "with --resume: continue even though the training data has changed"}
+    early_stopping_patience: int | None = option(None, "end the run after N evaluations in a row without a better one")
+    early_stopping_threshold: float = option(0.0, "least improvement that counts for --early_stopping_patience")
+    async_save: bool = option(False, "continue training while a checkpoint is written from copies on the host")
+    collective_timeout_minutes: float = option(
+        30, "minutes after which the run ends if a rank is missing in a collective or does not stop at a signal"
     )
-    save_every: int | None = field(default=None, metadata={"help": "optimizer steps between checkpoints"})
-    save_every_minutes: float = field(
-        default=30, metadata={"help": "minutes between checkpoints; 0: no checkpoints by time"}
-    )
-    keep_checkpoints: int = field(default=2, metadata={"help": "number of checkpoints to keep, the newest"})
-    save_best: bool = field(
-        default=False, metadata={"help": "save the weights of the best evaluation as checkpoints/best-STEP"}
-    )
-    metric_for_best_model: str = field(
-        default="loss",
-        metadata={"help": "evaluation metric that --save_best and --early_stopping_patience compare"},
-    )
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "end the run after N evaluations in a row without a better one"}
-    )
-    early_stopping_threshold: float = field(
-        default=0.0, metadata={"help": "least improvement that counts for --early_stopping_patience"}
-    )
-    async_save: bool = field(
-        default=False,
-        metadata={"help": "continue training while a checkpoint is written from copies on the host"},
-    )
-    collective_timeout_minutes: float = field(
-        default=30,
-        metadata={
-            "help": "minutes after which the run ends if a rank is missing in a collective or does not stop at a signal"
-        },
-    )
-    skip_nonfinite: int = field(
-        default=0,
-        metadata={"help": "number of steps with a loss or gradient that is not finite to skip before the run stops"},
+    skip_nonfinite: int = option(
+        0, "number of steps with a loss or gradient that is not finite to skip before the run stops"
     )
 
     def __post_init__(self) -> None:
-        minutes = self.save_every_minutes
-        require(self.save_every is None or self.save_every >= 1, "--save_every", self.save_every, "at least 1")
-        require(isfinite(minutes) and minutes >= 0, "--save_every_minutes", minutes, "finite and at least 0")
-        require(self.keep_checkpoints >= 1, "--keep_checkpoints", self.keep_checkpoints, "at least 1")
+        for name in ("save_every", "keep_checkpoints", "early_stopping_patience"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name}", value, "at least 1")
+        for name in ("save_every_minutes", "early_stopping_threshold"):
+            value = getattr(self, name)
+            require(isfinite(value) and value >= 0, f"--{name}", value, "finite and at least 0")
         timeout = self.collective_timeout_minutes
         require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "above 0 and at most 1e6")
         require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "at least 0")
-        patience, threshold = self.early_stopping_patience, self.early_stopping_threshold
-        require(patience is None or patience >= 1, "--early_stopping_patience", patience, "at least 1")
-        in_range = isfinite(threshold) and threshold >= 0
-        require(in_range, "--early_stopping_threshold", threshold, "finite and at least 0")
 
 
 @dataclass(kw_only=True)
 class OptimizerArguments(OptimizerSettings):
     """The optimizer, its schedule and clipping."""
 
-    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = field(
-        default="adamw",
-        metadata={
-            "help": "optimizer; muon updates the matrices of hidden layers, AdamW the rest, at the same rate; muon, "
-            "adafactor and adamw_8bit keep less state; sgd has --momentum"
-        },
+    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = option(
+        "adamw",
+        "optimizer; muon updates the matrices of hidden layers, AdamW the rest, at the same rate; muon, "
+        "adafactor and adamw_8bit keep less state; sgd has --momentum",
     )
-    bf16_stochastic_round: bool = field(
-        default=False,
-        metadata={"help": "round AdamW's updates of --dtype bfloat16 up or down at random, so that small ones count"},
+    bf16_stochastic_round: bool = option(
+        False, "round AdamW's updates of --dtype bfloat16 up or down at random, so that small ones count"
     )
-    optimizer_in_backward: bool = field(
-        default=False,
-        metadata={"help": "update each parameter during the backward and free its gradient; one rank, no accumulation"},
+    optimizer_in_backward: bool = option(
+        False, "update each parameter during the backward and free its gradient; one rank, no accumulation"
     )
-    offload_optimizer: Literal["none", "state", "step"] = field(
-        default="none",
-        metadata={
-            "help": "state: keep the optimizer state on the host and copy it to the device for each update; step: "
-            "move gradients to the host in the backward and update there"
-        },
+    offload_optimizer: Literal["none", "state", "step"] = option(
+        "none",
+        "state: keep the optimizer state on the host and copy it to the device for each update; step: "
+        "move gradients to the host in the backward and update there",
     )
-    learning_rate: float = field(default=3e-4, metadata={"help": "learning rate at the end of the warm-up"})
-    weight_decay: float = field(
-        default=0.0,
-        metadata={"help": "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd"},
+    learning_rate: float = option(3e-4, "learning rate at the end of the warm-up")
+    weight_decay: float = option(0.0, "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd")
+    decay_all: bool = option(False, "apply weight decay to norms and biases, too")
+    adam_beta1: float = option(0.9, "decay of AdamW's mean of gradients")
+    adam_beta2: float = option(0.999, "decay of AdamW's mean of squared gradients")
+    adam_epsilon: float = option(1e-8, "added to the root of AdamW's squared gradients")
+    momentum: float = option(0.9, "momentum of sgd")
+    lr_scheduler_type: Schedule = option("linear", "learning-rate schedule after the warm-up")
+    lr_scheduler_kwargs: str = option(
+        "{}", 'arguments of the schedule as transformers names them, in JSON: {"min_lr_rate": 0.1}'
     )
-    decay_all: bool = field(default=False, metadata={"help": "apply weight decay to norms and biases, too"})
-    adam_beta1: float = field(default=0.9, metadata={"help": "decay of AdamW's mean of gradients"})
-    adam_beta2: float = field(default=0.999, metadata={"help": "decay of AdamW's mean of squared gradients"})
-    adam_epsilon: float = field(default=1e-8, metadata={"help": "added to the root of AdamW's squared gradients"})
-    momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
-    lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "learning-rate schedule after the warm-up"})
-    lr_scheduler_kwargs: str = field(
-        default="{}",
-        metadata={"help": 'arguments of the schedule as transformers names them, in JSON: {"min_lr_rate": 0.1}'},
-    )
-    warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})
-    max_grad_norm: float = field(
-        default=1.0, metadata={"help": "norm to which the gradient of the global batch is clipped; 0: no clipping"}
-    )
-    ema_decay: float | None = field(
-        default=None,
-        metadata={
-            "help": "decay of an exponential moving average of the weights, such as 0.999; the average is evaluated "
-            "and saved as final/"
-        },
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up")
+    max_grad_norm: float = option(1.0, "norm to which the gradient of the global batch is clipped; 0: no clipping")
+    ema_decay: float | None = option(
+        None,
+        "decay of an exponential moving average of the weights, such as 0.999; the average is evaluated "
+        "and saved as final/",
     )
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.errors import InputError, option, packages_of, require
 from memsave_recipes.losses import IGNORED_LABEL, MULTI, REGRESSION, SINGLE, LabelLoss, ProblemType
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.text import ProgressBar, join_names
@@ -48,12 +48,9 @@ class LabelArguments:
         weights_by_class: what the file of ``--class_weights`` says, by name, so that a resumed run has the same.
     """
 
-    label_smoothing_factor: float = field(
-        default=0.0, metadata={"help": "share of the target that is spread evenly over all classes; 0: none"}
-    )
-    class_weights: str | None = field(
-        default=None,
-        metadata={"help": "weights of classes in the mean loss: balanced, or a .json or .yaml with one for each name"},
+    label_smoothing_factor: float = option(0.0, "share of the target that is spread evenly over all classes; 0: none")
+    class_weights: str | None = option(
+        None, "weights of classes in the mean loss: balanced, or a .json or .yaml with one for each name"
     )
     weights_by_class: dict[str, float] | None = field(default=None, init=False)
 

@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from memsave_recipes.data.sources import LONG_BYTES, progress_bars
 from memsave_recipes.data.text.conversations import Conversation, Message, texts_of
 from memsave_recipes.data.text.tokenizers import TokenLine
-from memsave_recipes.errors import InputError, check_file
+from memsave_recipes.errors import InputError, check_file, option
 from memsave_recipes.fingerprint import digest_of
 
 CHATML = "chatml"
@@ -67,21 +67,13 @@ TooLong = Literal["drop", "truncate", "error"]
 class ChatArguments:
     """The format of conversations, and which tokens count in the loss."""
 
-    chat_template: str | None = field(
-        default=None, metadata={"help": "template: chatml or a .jinja file; default: the tokenizer's own"}
-    )
-    train_on_prompt: bool = field(
-        default=False, metadata={"help": "of conversations, count all tokens in the loss, not only the assistant's"}
-    )
-    show_labels: bool = field(
-        default=False, metadata={"help": "print one conversation before training, and mark what counts in the loss"}
-    )
-    too_long: TooLong = field(
-        default="drop",
-        metadata={
-            "help": "conversations longer than --block_size: drop the turns after the last reply that fits whole, "
-            "truncate in the middle of a reply, or error"
-        },
+    chat_template: str | None = option(None, "template: chatml or a .jinja file; default: the tokenizer's own")
+    train_on_prompt: bool = option(False, "of conversations, count all tokens in the loss, not only the assistant's")
+    show_labels: bool = option(False, "print one conversation before training, and mark what counts in the loss")
+    too_long: TooLong = option(
+        "drop",
+        "conversations longer than --block_size: drop the turns after the last reply that fits whole, "
+        "truncate in the middle of a reply, or error",
     )
 
 

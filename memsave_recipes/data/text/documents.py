@@ -18,7 +18,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from math import ceil, isfinite
 from pathlib import Path
@@ -44,7 +44,7 @@ from memsave_recipes.data.sources import (
     rows_of,
     with_text,
 )
-from memsave_recipes.errors import InputError, is_text, require
+from memsave_recipes.errors import InputError, is_text, option, require
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names
 
@@ -65,21 +65,15 @@ NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 class TextArguments:
     """Which text."""
 
-    dataset: str | None = field(
-        default=None, metadata={"help": "built in: python-stdlib (default), docstring-chats; or a Hub id"}
+    dataset: str | None = option(None, "built in: python-stdlib (default), docstring-chats; or a Hub id")
+    dataset_config_name: str | None = option(None, "configuration of a Hub data set")
+    train_file: list[str] | None = option(
+        None, 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of a Hub data set"})
-    train_file: list[str] | None = field(
-        default=None, metadata={"help": 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'}
-    )
-    validation_file: list[str] | None = field(
-        default=None, metadata={"help": "validation text; default: a twentieth of the training text"}
-    )
-    mix_weights: list[float] | None = field(
-        default=None, metadata={"help": "share of the bytes for each argument of --train_file"}
-    )
-    text_column: str = field(default="text", metadata={"help": "column of the text in a file or a Hub data set"})
-    streaming: bool = field(default=False, metadata={"help": "read only as much of a Hub set as --max_steps needs"})
+    validation_file: list[str] | None = option(None, "validation text; default: a twentieth of the training text")
+    mix_weights: list[float] | None = option(None, "share of the bytes for each argument of --train_file")
+    text_column: str = option("text", "column of the text in a file or a Hub data set")
+    streaming: bool = option(False, "read only as much of a Hub set as --max_steps needs")
 
     def __post_init__(self) -> None:
         self.dataset = self.dataset or (None if self.train_file or self.validation_file else STANDARD_LIBRARY)

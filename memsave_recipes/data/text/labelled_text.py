@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -41,7 +41,7 @@ from memsave_recipes.data.sources import (
     source_folder,
     with_text,
 )
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, option
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.losses import MULTI, REGRESSION, SINGLE, ProblemType
 from memsave_recipes.text import join_names
@@ -92,21 +92,17 @@ COLUMNS = {
 class LabelledTextArguments:
     """The labelled texts."""
 
-    dataset: str | None = field(default=None, metadata={"help": "docstrings (the default, built in) or a Hub id"})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "part of a Hub data set, such as sst2"})
-    train_file: list[str] | None = field(
-        default=None,
-        metadata={"help": 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'},
+    dataset: str | None = option(None, "docstrings (the default, built in) or a Hub id")
+    dataset_config_name: str | None = option(None, "part of a Hub data set, such as sst2")
+    train_file: list[str] | None = option(
+        None, 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'
     )
-    validation_file: list[str] | None = field(
-        default=None, metadata={"help": "the same; needs --train_file or --eval_only"}
-    )
-    text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
-    text_pair_column: str | None = field(default=None, metadata={"help": "column of the second text of pairs"})
-    label_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
-    problem_type: ProblemType | None = field(
-        default=None,
-        metadata={"help": "what labels are; default: lists are several classes of a text, fractions are regression"},
+    validation_file: list[str] | None = option(None, "the same; needs --train_file or --eval_only")
+    text_column: str | None = option(None, "default: the first of the usual names")
+    text_pair_column: str | None = option(None, "column of the second text of pairs")
+    label_column: str | None = option(None, "default: the first of the usual names")
+    problem_type: ProblemType | None = option(
+        None, "what labels are; default: lists are several classes of a text, fractions are regression"
     )
 
     def __post_init__(self) -> None:

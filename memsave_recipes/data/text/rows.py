@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from memsave_recipes.data.text.conversations import Conversation, load_conversat
 from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
 from memsave_recipes.data.text.packing import Rows, rows_of_conversations, rows_of_documents
 from memsave_recipes.data.text.tokenizers import digest_of_tokenizer, load_tokenizer
-from memsave_recipes.errors import InputError, require
+from memsave_recipes.errors import InputError, option, require
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.text import printable_lines, say
 
@@ -33,11 +33,11 @@ Prompt = str | Conversation
 class RowArguments(TextArguments, ChatArguments):
     """The text, its tokenizer and the length of rows."""
 
-    tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
-    vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer, if one is trained"})
-    block_size: int = field(default=1024, metadata={"help": "tokens of a row"})
-    packing: bool = field(default=True, metadata={"help": "fill rows with several documents, kept apart; else pad"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "number of rows to evaluate on; default: all"})
+    tokenizer_name: str | None = option(None, "folder or Hub id; default: the model's own")
+    vocab_size: int = option(8192, "vocabulary of the tokenizer, if one is trained")
+    block_size: int = option(1024, "tokens of a row")
+    packing: bool = option(True, "fill rows with several documents, kept apart; else pad")
+    max_eval_samples: int | None = option(None, "number of rows to evaluate on; default: all")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ Each source is read as splits with the columns ``image``, still encoded, and ``l
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -29,7 +29,7 @@ from memsave_recipes.data.vision.decoding import (
     without_broken,
 )
 from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, read_folder
-from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.errors import InputError, option, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint, digest_of
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.losses import MULTI, SINGLE, ProblemType
@@ -46,39 +46,27 @@ LISTS = ("label", "labels", "class", "classes", "category", "categories", "tags"
 class ImageDataArguments:
     """The images, their size and augmentation."""
 
-    dataset: str | None = field(default=None, metadata={"help": "digits (the default, built in) or a Hub id"})
-    data_dir: str | None = field(
-        default=None, metadata={"help": "folder with one folder per class, or train/ and validation/ with these"}
+    dataset: str | None = option(None, "digits (the default, built in) or a Hub id")
+    data_dir: str | None = option(None, "folder with one folder per class, or train/ and validation/ with these")
+    nested_classes: bool = option(False, "images in folders inside a class folder belong to this class")
+    validation_fraction: float | None = option(
+        None, "share of each class to hold out if there is no validation split; default: 0.1"
     )
-    nested_classes: bool = field(
-        default=False, metadata={"help": "images in folders inside a class folder belong to this class"}
+    image_size: int = option(
+        None,
+        "size of the images in pixels (square); default: the size of --model_name_or_path, else 32 for "
+        "digits and 224 for others",
     )
-    validation_fraction: float | None = field(
-        default=None,
-        metadata={"help": "share of each class to hold out if there is no validation split; default: 0.1"},
+    resize_mode: ResizeMode = option(
+        "crop", "crop: resize the shorter side to --image_size, then crop the centre; squash: resize both sides"
     )
-    image_size: int = field(  # never None after __post_init__
-        default=None,  # type: ignore[assignment]
-        metadata={
-            "help": "size of the images in pixels (square); default: the size of --model_name_or_path, else 32 for "
-            "digits and 224 for others"
-        },
+    augmentation: str = option(
+        None,
+        f"of the training images: {join_names(AUGMENTATIONS)}, or some of {join_names(TRANSFORMS)}; "
+        "default: digits for digits, else article",
+        nargs="+",
     )
-    resize_mode: ResizeMode = field(
-        default="crop",
-        metadata={
-            "help": "crop: resize the shorter side to --image_size, then crop the centre; squash: resize both sides"
-        },
-    )
-    augmentation: str = field(  # never None after __post_init__
-        default=None,  # type: ignore[assignment]
-        metadata={
-            "nargs": "+",
-            "help": f"of the training images: {join_names(AUGMENTATIONS)}, or some of {join_names(TRANSFORMS)}; "
-            "default: digits for digits, else article",
-        },
-    )
-    skip_broken_images: bool = field(default=False, metadata={"help": "leave out unreadable images and name them"})
+    skip_broken_images: bool = option(False, "leave out unreadable images and name them")
 
     def __post_init__(self) -> None:
         if self.dataset and self.data_dir:
