@@ -1,9 +1,17 @@
 """Recompute in the backward: a function from its inputs, or what is cheap in it from the outputs of the rest.
 
-``recompute`` is a thin layer over ``torch.utils.checkpoint.checkpoint``, always non-reentrant (the reentrant form
+``recompute`` is a checkpoint by hooks of saved tensors, as torch's is where it is not reentrant (the reentrant form
 leaves parameters without a gradient when the input needs none, and breaks DDP). It restores the random numbers and
-counts BatchNorm once. Gradients are bit for bit those of the baseline, a run
-without checkpointing.
+counts BatchNorm once. Gradients are bit for bit those of the baseline, a run without checkpointing.
+
+NOTE [ places in line ]
+1. In the first run autograd saves a ``_Place`` for each tensor, in order. The first place that a backward asks for its
+   tensor starts the second run, which gives each place its own, and ends by an exception with the last one. A place
+   lets go of its tensor as it hands it out. One that nobody holds any more gets none.
+2. This is the method of ``torch.utils.checkpoint`` (https://pytorch.org/docs/stable/checkpoint.html). That spends about
+   a third of a small layer's time on what it does for each saved tensor, and leaves its hooks behind in torch 2.11
+   where a forward raises. Here that is a line or two, checked as there: number, shapes, types and devices.
+3. Random numbers, autocast and the default device are set as they were in the first run, where they differ.
 
 NOTE [ statistics once ]
 1. A training forward of BatchNorm moves ``running_mean``, ``running_var`` and ``num_batches_tracked``. Under activation
@@ -51,24 +59,23 @@ NOTE [ casts of weights ]
    it is not looked for.)
 """
 
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from traceback import walk_tb
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, noop_context_fn
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointError, get_device_states, set_device_states
 
 from memsave_recipes.activations.micro_batches import on_inner_tensors
 from memsave_recipes.activations.side_effects import SideEffects
@@ -88,34 +95,172 @@ def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.M
     Raises:
         torch.utils.checkpoint.CheckpointError: in the backward, if the second run saves other tensors than the first.
     """
-    layers = batchnorm_layers(modules)
-    context_fn = partial(_contexts, layers) if layers else noop_context_fn
     function, inner = on_inner_tensors(function, inputs)
-    return _checkpoint(function, *inner, context_fn=context_fn)
+    with Checkpoint(function, inner, statistics_once(modules)).hooks():
+        return function(*inner)
 
 
-def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any]) -> Any:
-    """Torch's non-reentrant checkpoint, which leaves nothing behind where ``function`` raises.
+class Checkpoint:
+    """Saves places in line, for which a second run makes the tensors in the backward: NOTE [ places in line ].
 
-    Torch 2.11 hangs on to its hooks of saved tensors for as long as somebody holds the exception. A forward that begins
-    meanwhile runs under them, and its backward fails. They end with the generator in the frame of ``checkpoint``.
+    Args:
+        function: the second run; the first one is whatever runs under ``hooks()``.
+        inputs: of ``function``; tensors among them are saved for backward.
+        around: the second run.
     """
-    try:
-        return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
-    except BaseException as error:
-        _end_hooks(error)
-        raise
+
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Any], around: AbstractContextManager[Any]
+    ) -> None:
+        self.function, self.around = function, around
+        self.others = [None if isinstance(one, Tensor) else one for one in inputs]
+        self.saved: Any = _Saved.apply(_ROOT, *inputs)  # type: ignore[no-untyped-call]
+        self.random = RandomState.now(*inputs)
+        self.settings = _settings(self.random.device_type)
+        self.places: list[weakref.ref[_Place]] = []
+        self.next = 0  # of the places, in the second run
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Around the first run."""
+        return saved_tensors_hooks(self._place, self.unpack_hook)
+
+    def _place(self, tensor: Tensor) -> "_Place":
+        place = _Place(tensor.shape, tensor.dtype, tensor.device)
+        self.places.append(weakref.ref(place))
+        return place
+
+    def unpack_hook(self, place: "_Place") -> Tensor:
+        """The tensor of a place, which holds it no longer."""
+        if place.tensor is None:
+            self._run_again()
+        tensor, place.tensor = place.tensor, None
+        return cast(Tensor, tensor)
+
+    def _run_again(self) -> None:
+        pairs = zip(self.others, self.saved.grad_fn.saved_tensors, strict=True)
+        inputs = [other if tensor is None else tensor for other, tensor in pairs]
+        outer, self.next = self.next, 0
+        now = RandomState.now(*inputs)
+        try:
+            self.random.restore()
+            others = self.settings - _settings(self.random.device_type)
+            settings = _set(others) if others else NOTHING
+            with saved_tensors_hooks(self._fill, _as_it_is), torch.enable_grad(), settings, self.around:
+                self.function(*inputs)
+            raise _other_tensors(f"{self.next} tensors, the first one {len(self.places)}")
+        except _AllSaved:
+            pass
+        finally:
+            now.restore()
+            self.next = outer
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        place = self.places[self.next]()
+        self.next += 1
+        if place is not None:  # the graph still needs it
+            if place.shape != tensor.shape or place.dtype != tensor.dtype or place.device != tensor.device:
+                forms = [f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (tensor, place)]
+                raise _other_tensors("{}, the first one {}".format(*forms))
+            place.tensor = tensor
+        if self.next == len(self.places):
+            raise _AllSaved
+        return tensor
 
 
-def _end_hooks(error: BaseException) -> None:
-    """Reads the locals of torch's frame alone: those that are read of a frame stay there, and ours hold the error."""
-    for frame, _ in walk_tb(error.__traceback__):
-        if frame.f_code.co_name == checkpoint.__name__ and isinstance(frame.f_locals.get("gen"), Generator):
-            frame.f_locals["gen"].close()
+class _Place:
+    """Of a tensor in line, saved in its place."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.tensor: Tensor | None = None
 
 
-def _contexts(layers: Iterable[nn.Module]) -> tuple[nullcontext[None], "FrozenStatistics"]:
-    return nullcontext(), FrozenStatistics(layers)
+class _AllSaved(Exception):
+    """Ends a second run, all that it is for being there."""
+
+
+def _other_tensors(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the second run of a block saves other tensors than its first: this one {what}. A block under a plan must do "
+        "the same both times; keep this one"
+    )
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Saved(torch.autograd.Function):
+    """Saves tensors as any node of the graph does: hooks of saved tensors see them, and a write on them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, *inputs: Any) -> Tensor:
+        """An output whose node holds ``inputs``: in torch 2.11 for no longer than somebody holds the output."""
+        ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in inputs))
+        return torch.empty(0, device="cpu")
+
+
+_ROOT = torch.empty(0, requires_grad=True)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Of the generators that a block may draw from: the CPU's, and those of its inputs' devices."""
+
+    device_type: str
+    on_cpu: Tensor
+    devices: Sequence[int]
+    on_devices: Sequence[Tensor]
+
+    @classmethod
+    def now(cls, *inputs: Any) -> "RandomState":
+        """As it is for ``inputs``."""
+        kind = next((one.device.type for one in inputs if isinstance(one, Tensor) and one.device.type != "cpu"), None)
+        is_used = getattr(getattr(torch, kind or "cpu", None), "is_initialized", bool)
+        devices, states = get_device_states(*inputs) if is_used() else ((), ())
+        return cls(kind or "cuda", torch.get_rng_state(), devices, states)
+
+    def restore(self) -> None:
+        """Set it back."""
+        torch.set_rng_state(self.on_cpu)
+        if self.devices:
+            set_device_states(self.devices, self.on_devices, device_type=self.device_type)
+
+    def equals(self, other: "RandomState") -> bool:
+        """Outside of dispatch modes: these are no tensors of the model, nor fake where it is."""
+        with _disable_current_modes():
+            ours, theirs = [self.on_cpu, *self.on_devices], [other.on_cpu, *other.on_devices]
+            return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def _settings(device_type: str) -> set[Any]:
+    """The default device, and of each kind of device what autocast does: on, to which type, and whether it keeps."""
+    casts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+        for kind in (device_type, "cpu")
+        if torch.amp.is_autocast_available(kind)
+    ]
+    return {torch.get_default_device(), *casts}
+
+
+@contextmanager
+def _set(settings: set[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in settings:
+            stack.enter_context(torch.autocast(*one) if isinstance(one, tuple) else one)
+        yield
+
+
+def statistics_once(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+    """Around a second run: NOTE [ statistics once ]."""
+    layers = batchnorm_layers(modules)
+    return FrozenStatistics(layers) if layers else NOTHING
+
+
+NOTHING = nullcontext()
 
 
 class FrozenStatistics:
@@ -309,15 +454,8 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Collection[n
     """
     function, inner = on_inner_tensors(function, inputs)
     first_run, second_run = _selective_contexts(modules, tuple(inner))
-
-    def run(*inputs: Any) -> Any:
-        try:
-            return function(*inputs)
-        except BaseException:
-            first_run.leave()
-            raise
-
-    return _checkpoint(run, *inner, context_fn=lambda: (first_run, second_run))
+    with Checkpoint(function, inner, second_run).hooks(), first_run:
+        return function(*inner)
 
 
 @contextmanager
@@ -383,6 +521,8 @@ def _known_of(op: Any) -> _Operator:
 
 
 _KNOWN: dict[int, _Operator] = {}
+DETACH = torch.ops.aten.detach.default
+"""Of each tensor that is saved: no operator of the block."""
 
 
 def _selective_contexts(modules: Collection[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
@@ -466,37 +606,28 @@ class _FirstRun(_Run):
         _Run.__init__(self, outputs, block)
         self.inputs = _storages(inputs)
         self.kept: dict[int, int] = {}
-        self.is_on = False
-
-    def __enter__(self) -> "_FirstRun":
-        self.is_on = True
-        TorchDispatchMode.__enter__(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """For good. After an error torch 2.11 leaves a mode only when nobody holds the traceback any more."""
-        if self.is_on:
-            self.is_on = False
-            TorchDispatchMode.__exit__(self, None, None, None)
+        self.unlisted: list[_Kept] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known, kwargs = _known_of(func), kwargs or {}
+        if func is DETACH:
+            return args[0].detach()
+        known, kwargs = _KNOWN.get(id(func)) or _known_of(func), kwargs or {}
         if known.written:
             self._allow_writes(known, args, kwargs)
         output = func(*args, **kwargs)
         if known.is_counted:
-            keeps = known.may_be_kept and not draws(func, args, kwargs)
-            self.outputs[known].append(_Kept(output) if keeps else None)
-            if keeps:
-                self._add_kept(output)
+            kept = _Kept(output) if known.may_be_kept and not draws(func, args, kwargs) else None
+            self.outputs[known].append(kept)
+            if kept is not None:
+                self.unlisted.append(kept)
+                if _WATCHING:
+                    self._list_kept()
         return output
 
     def _allow_writes(self, known: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._list_kept()
         for storage in known.written_storages(args, kwargs):
             if storage in self.inputs:
                 why = f"{known.op.name()} writes in place on an input of the block: write it out of place"
@@ -510,13 +641,15 @@ class _FirstRun(_Run):
         for kept in filter(None, chain.from_iterable(self.outputs.values())):
             if storage in _storages(kept.output):
                 kept.set(_of_tensors(partial(_copy_of_what_is_in, storage), kept.output))
-                self._add_kept(kept.output)
+                self.unlisted.append(kept)
+        self._list_kept()
 
-    def _add_kept(self, output: Any) -> None:
-        storages = _storages(output)
-        self.kept |= storages
-        for watching in _WATCHING:
-            watching |= storages
+    def _list_kept(self) -> None:
+        for storages in (_storages(kept.output) for kept in self.unlisted):
+            self.kept |= storages
+            for watching in _WATCHING:
+                watching |= storages
+        self.unlisted.clear()
 
 
 def _copy_of_what_is_in(storage: int, tensor: Tensor) -> Tensor:
@@ -534,8 +667,6 @@ class _SecondRun(_Run):
     def __enter__(self) -> "_SecondRun":
         self.calls = {op: iter(outputs) for op, outputs in self.outputs.items()}
         self.frozen.__enter__()
-        self.hooks = saved_tensors_hooks(*_outside_of_modes(*_top_saved_tensors_default_hooks(True)))
-        self.hooks.__enter__()
         TorchDispatchMode.__enter__(self)
         return self
 
@@ -543,13 +674,14 @@ class _SecondRun(_Run):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         TorchDispatchMode.__exit__(self, kind, error, trace)
-        self.hooks.__exit__()
         self.frozen.__exit__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = _known_of(func)
+        if func is DETACH:
+            return args[0].detach()
+        known = _KNOWN.get(id(func)) or _known_of(func)
         kept: Any = next(self.calls.get(known, _NO_CALLS), _NO_CALLS) if known.is_counted else None
         if kept is _NO_CALLS:
             why = (
@@ -561,18 +693,6 @@ class _SecondRun(_Run):
 
 
 _NO_CALLS: Iterator[Any] = iter(())
-
-
-def _outside_of_modes(pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """The hooks of torch's checkpoint, outside of modes: their ``detach`` is no operator of the block."""
-
-    def packed(tensor: Tensor) -> Any:
-        if type(tensor) not in (Tensor, nn.Parameter):
-            return pack(tensor)
-        with torch._C._DisableTorchDispatch():
-            return pack(tensor)
-
-    return packed, unpack
 
 
 def _refusal(block: str, reason_and_way_out: str) -> InputError:

@@ -12,7 +12,7 @@ NOTE [ caches ]
 
 NOTE [ nested spans ]
 A span under ``RECOMPUTE_NESTED`` keeps its input. Its second run keeps no more than the input of each block, and a
-third one rebuilds block after block; where a block has parts (``find_parts``), part after part. torch's checkpoints
+third one rebuilds block after block; where a block has parts (``find_parts``), part after part. Checkpoints
 nest; BatchNorm counts in the first run alone, as every recomputation freezes its statistics.
 
 NOTE [ frozen blocks ]
@@ -20,9 +20,8 @@ A span of several blocks begins at the first of them that has a backward. Those 
 before them, save nothing and are not run again to reach it. A span of frozen blocks alone runs as it is.
 
 NOTE [ one checkpoint for several calls ]
-1. torch's checkpoint takes one function. Here it is given one that does nothing in its first run, and the hooks that it
-   puts around it, which keep a place in line instead of a tensor, are put around every layer of the span in turn. In
-   the backward the function runs again: now all the layers, each on the output of the one before.
+1. The hooks of one checkpoint, which save a place in line instead of a tensor, are put around every layer of the span
+   in turn. In the backward all the layers run again, each on the output of the one before.
 2. So every layer runs when the model calls it, and returns a tensor of the ordinary autograd graph. Whoever reads it
    (hidden states in a loss, the features of a tower) has the right values and gradients, and layers may be left out.
 3. The second run passes each layer the output of the one before. Only a call that is given that very tensor, unchanged,
@@ -43,16 +42,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_leaves
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memsave_recipes.activations.blocks import Block, SequentialStack
+from memsave_recipes.activations.micro_batches import on_inner_tensors
 from memsave_recipes.activations.offload import offload
-from memsave_recipes.activations.recompute import BlockRuns, Modules, recompute, select_ops
+from memsave_recipes.activations.recompute import (
+    BlockRuns,
+    Checkpoint,
+    Modules,
+    RandomState,
+    recompute,
+    select_ops,
+    statistics_once,
+)
 from memsave_recipes.activations.side_effects import CONTAINERS, PLAIN, SideEffects, copied
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
@@ -170,11 +173,6 @@ def _own_copy(value: Any) -> Any:
     return own
 
 
-Hooks = tuple[Callable[..., Any], Callable[..., Any]]
-_checkpoint_hooks = getattr(checkpoint, "_checkpoint_internal_hook", saved_tensors_hooks)
-"""Puts a checkpoint's hooks around code as torch itself does: since 2.14 it notes which hooks are around them."""
-
-
 @dataclass
 class JointLayers:
     """The layers of one span. ``last`` is the span that the next call may join."""
@@ -187,13 +185,13 @@ class JointLayers:
         if len(state) != 1 or not isinstance(state[0], Tensor):
             return recompute(call, *state, modules=[self.modules[position]])
         calls = self.last() if self.last else None
-        hooks = calls.hooks_for(position, *state) if calls else None
-        if calls is None or hooks is None:
+        checkpoint = calls.checkpoint_for(position, *state) if calls else None
+        if calls is None or checkpoint is None:
             calls = _Calls(len(self.modules))
-            recompute(calls, *state, modules=self.modules)
-            hooks = calls.release_hooks()
+            checkpoint = Checkpoint(*on_inner_tensors(calls, state), statistics_once(self.modules))
+            calls.checkpoint = weakref.ref(checkpoint)
         self.last = weakref.ref(calls)
-        return calls.run(hooks, position, call, *state)
+        return calls.run(checkpoint, position, call, *state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: its calls are its own."""
@@ -205,73 +203,39 @@ class _Calls:
     """The calls of a span so far, in order."""
 
     num_layers: int
-    calls: list[tuple[Callable[..., Any], "_RandomState | None"]] = field(default_factory=list)
+    calls: list[tuple[Callable[..., Any], RandomState | None]] = field(default_factory=list)
     position: int = -1  # of the last one
-    hooks: tuple[Any, ...] = ()  # of the checkpoint, by weak references once there is a call
+    checkpoint: weakref.ref[Checkpoint] | None = None  # which holds this object
     returned: "weakref.ref[Tensor] | None" = None
     version: int = 0  # of the returned tensor
-    random_state: "_RandomState | None" = None  # after the last one, if another one may follow
+    random_state: RandomState | None = None  # after the last one, if another one may follow
 
     def __call__(self, *state: Any) -> None:
-        """The function of the checkpoint: nothing the first time, then all calls."""
-        if not self.calls:
-            self.hooks = _top_saved_tensors_default_hooks(True) or ()
-            return
+        """The second run: all calls."""
         for call, random_state in self.calls:
             if random_state is not None:
                 random_state.restore()
             state = (call(*state),)
 
-    def release_hooks(self) -> Hooks:
-        """They hold the checkpoint, which holds this object."""
-        pack, unpack = self.hooks
-        self.hooks = (weakref.ref(pack), weakref.ref(unpack))
-        return pack, unpack
-
-    def hooks_for(self, position: int, state: Tensor) -> Hooks | None:
-        """Of the checkpoint, if a call of the layer at ``position`` with ``state`` can join: rule 3 of the NOTE."""
-        pack, unpack = (hook() for hook in self.hooks)
+    def checkpoint_for(self, position: int, state: Tensor) -> Checkpoint | None:
+        """The checkpoint, if a call of the layer at ``position`` with ``state`` can join: rule 3 of the NOTE."""
         follows = position > self.position and self.returned is not None and self.returned() is state
-        return (pack, unpack) if follows and state._version == self.version and pack and unpack else None
+        return self.checkpoint() if follows and state._version == self.version and self.checkpoint else None
 
-    def run(self, hooks: Hooks, position: int, call: Callable[..., Any], state: Tensor) -> Any:
+    def run(self, checkpoint: Checkpoint, position: int, call: Callable[..., Any], state: Tensor) -> Any:
         """Run the layer at ``position``, and record it for the second run."""
-        began = _RandomState.now(state)
+        began = RandomState.now(state)
         moved = self.random_state is not None and not began.equals(self.random_state)
         self.calls.append((call, began if moved else None))
-        with _checkpoint_hooks(*hooks):
+        with checkpoint.hooks():
             returned = call(state)
         self.position = position
-        self.random_state = _RandomState.now(state) if position + 1 < self.num_layers else None
+        self.random_state = RandomState.now(state) if position + 1 < self.num_layers else None
         if isinstance(returned, Tensor):
             self.returned, self.version = weakref.ref(returned), returned._version
         else:
             self.returned = None
         return returned
-
-
-@dataclass(frozen=True)
-class _RandomState:
-    """Of the generators that a layer may draw from: the CPU's, and those of its state's devices."""
-
-    device_type: str
-    on_cpu: Tensor
-    devices: list[int]
-    on_devices: list[Tensor]
-
-    @classmethod
-    def now(cls, state: Tensor) -> "_RandomState":
-        return cls(state.device.type, torch.get_rng_state(), *get_device_states(state))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.on_cpu)
-        set_device_states(self.devices, self.on_devices, device_type=self.device_type)
-
-    def equals(self, other: "_RandomState") -> bool:
-        """Outside of dispatch modes: these are no tensors of the model, nor fake where it is."""
-        with _disable_current_modes():
-            ours, theirs = [self.on_cpu, *self.on_devices], [other.on_cpu, *other.on_devices]
-            return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 Watch = Callable[[str, Callable[..., Any], tuple[Any, ...], Any], Any]

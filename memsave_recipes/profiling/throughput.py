@@ -32,6 +32,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from memsave_recipes.activations.recompute import Checkpoint
+
 T = TypeVar("T")
 
 
@@ -369,7 +371,8 @@ def _recomputes() -> bool:
     """Return whether a checkpoint is running its function again: it does so while it unpacks a saved tensor."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint):
+        of_torch = frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint)
+        if of_torch or frame.f_code is Checkpoint.unpack_hook.__code__:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
