@@ -8,9 +8,9 @@ NOTE [ places in line ]
 1. In the first run autograd saves a ``_Place`` for each tensor, in order. The first place that a backward asks for its
    tensor starts the second run, which gives each place its own, and ends by an exception with the last one. A place
    lets go of its tensor as it hands it out. One that nobody holds any more gets none.
-2. This is the method of ``torch.utils.checkpoint`` (https://pytorch.org/docs/stable/checkpoint.html). That spends about
-   a third of a small layer's time on what it does for each saved tensor, and leaves its hooks behind in torch 2.11
-   where a forward raises. Here that is a line or two, checked as there: number, shapes, types and devices.
+2. This is the method of ``torch.utils.checkpoint`` (https://pytorch.org/docs/stable/checkpoint.html), which does more
+   for each saved tensor (``benchmarks/host_time.py``) and in torch 2.11 leaves its hooks behind where a forward raises.
+   Checked is the same: number, shapes, types and devices.
 3. Random numbers, autocast and the default device are set as they were in the first run, where they differ.
 
 NOTE [ statistics once ]
