@@ -1,7 +1,8 @@
 """``python on_one_device.py FOLDER``: the training recipes on a stand-in for CUDA, with a proof of an offloading plan.
 
-Run with ``STANDIN_WAITS`` set. Leaves ``waits.json``: what the host waits for in the 4th step of each run, which is
-neither measured nor logged nor saved; and in a copy of a checkpoint.
+With ``FOLDER optimizers`` it is each recipe with each optimizer of ours instead. Run with ``STANDIN_WAITS`` set.
+Leaves ``waits.json``: what the host waits for in the 4th step of each run, which is neither measured nor logged nor
+saved; and in a copy of a checkpoint.
 """
 
 import json
@@ -42,12 +43,26 @@ RUNS += [
     ("step on the host", language_modeling, BY_HOST),
     ("weights on the host", language_modeling, STREAMED),
 ]
+OURS = {
+    "adamw": [],
+    "sgd": ["--optimizer", "sgd"],
+    "muon": ["--optimizer", "muon"],
+    "stochastic rounding": ["--dtype", "bfloat16", "--bf16_stochastic_round"],
+}
+BESIDE = {"clipped and averaged": ["--ema_decay", "0.9"], "neither": ["--max_grad_norm", "0"]}
+BY_OPTIMIZER = [
+    (f"{name}: {optimizer}, {beside}", recipe, [*OURS[optimizer], *BESIDE[beside]])
+    for name, recipe, _ in RUNS[:3]
+    for optimizer in OURS
+    for beside in BESIDE
+    if (optimizer, beside) != ("stochastic rounding", "clipped and averaged")  # refused
+]
 STEP = 4
 FEW = ["--max_steps", "5", "--logging_steps", "100", "--eval_steps", "100", "--micro_batch_size", "4"]
 found: dict[str, dict[str, int]] = {}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *which: str) -> None:
     steps, copied = TrainingRun.steps, RankState.copied
 
     def copied_and_counted(*args):
@@ -57,7 +72,7 @@ def main(folder: Path) -> None:
         return state
 
     RankState.copied = copied_and_counted
-    for name, recipe, flags in RUNS:
+    for name, recipe, flags in BY_OPTIMIZER if which else RUNS:
         before: Counter[tuple[str, str]] = Counter()
 
         def counted(training, before=before, name=name):
@@ -73,6 +88,8 @@ def main(folder: Path) -> None:
         words = [*FLAGS[recipe.__name__], *FEW, *flags]
         recipe.main([*words, "--report_to", "none", "--output_dir", str(folder / name)])
     (folder / "waits.json").write_text(json.dumps(found))
+    if which:
+        return
     TrainingRun.steps = steps
     AcceleratorState._reset_state(reset_partial_state=True)
     plan = ["--activation_checkpointing", "full_offload", "--verify", "--max_steps", "2", "--report_to", "none"]
@@ -87,4 +104,4 @@ def _by_line(counted: Counter[tuple[str, str]]) -> dict[str, int]:
     return dict(found)
 
 
-main(Path(sys.argv[1]))
+main(Path(sys.argv[1]), *sys.argv[2:])

@@ -134,15 +134,20 @@ WAITS = {
 def on_one_device(on_devices, tmp_path_factory):
     """What a process printed that ran the recipes on one device, where late copies read as NaN; and its folder."""
     folder = tmp_path_factory.mktemp("one_device")
+    return run_on_one_device(folder, on_devices), folder
+
+
+def run_on_one_device(folder, on_devices, *which):
+    """What it printed."""
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "recipes" / "on_one_device.py", folder],
+        [sys.executable, ROOT / "tests" / "recipes" / "on_one_device.py", folder, *which],
         env=on_devices(POISON=1, WAITS=folder / "all"),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, folder
+    return done.stdout
 
 
 def test_late_copies_of_activations_are_waited_for(on_one_device):
@@ -151,6 +156,16 @@ def test_late_copies_of_activations_are_waited_for(on_one_device):
 
 def test_what_the_host_waits_for_in_a_step(on_one_device):
     assert json.loads((on_one_device[1] / "waits.json").read_text()) == WAITS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_optimizer_of_ours_is_waited_for(on_devices, tmp_path):
+    """Of others the lines are above; bitsandbytes has no kernels for the stand-in."""
+    run_on_one_device(tmp_path, on_devices, "optimizers")
+    found = json.loads((tmp_path / "waits.json").read_text())
+    assert len(found) == 3 * (4 * 2 - 1)
+    assert {name: waits for name, waits in found.items() if waits} == {}
 
 
 def test_a_launch_for_several_devices_runs_on_one(on_devices, tmp_path):
