@@ -19,8 +19,7 @@ NOTE [ statistics once ]
    loss curve shows it (https://github.com/pytorch/pytorch/issues/96136).
 2. While recomputing, momentum 0 makes the update ``running = 1 * running + 0 * batch``, and without
    ``num_batches_tracked`` nothing is counted; SyncBatchNorm, which insists on a counter, counts in another one. Both
-   are set back afterwards, also when the recomputation raises (it does so by design: torch stops it early once the last
-   tensor it needs is there).
+   are set back afterwards, also when the recomputation raises (it does so by design, once its last tensor is there).
 3. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
 4. Other modules that write on a buffer in their forward (spectral norm, the ranges of quantized activations) compute
    with it as well, so a second run would compute something else. They are refused in the first run: NOTE [ side
