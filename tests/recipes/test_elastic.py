@@ -28,7 +28,7 @@ FLAGS = (
 )
 LISTENING = "listening"
 # After step 3 of the first life. Ranks ask one another for signals once a second, so steps under a lost launcher take
-# their time, and the one that is alone waits for the other machine.
+# their time, and a machine that is alone waits for the other one.
 LOSING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -42,7 +42,7 @@ after_step = Checkpoints.after_step
 noted = Path({folder!r}, {listening!r})
 rank, launcher = os.getpid(), os.getppid()
 ends = {{"rank_0": (0, rank, signal.SIGKILL), "rank_1": (1, rank, signal.SIGKILL),
-        "stopped": (1, rank, signal.SIGSTOP), "launcher": (1, launcher, signal.SIGKILL),
+        "stopped": (1, rank, signal.SIGSTOP), "launcher": ({whole} - 1, launcher, signal.SIGKILL),
         "first": (0, launcher, signal.SIGKILL), "": (None, None, None)}}
 of_rank, lost, by = ends[{lost!r}]
 
@@ -52,9 +52,9 @@ def and_then_lose_one(self, step, state):
         found = psutil.net_connections("tcp")
         noted.write_text(" ".join({{one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}}))
         os.kill(lost, by)
-    if lost == launcher and os.environ["WORLD_SIZE"] == "2":
+    if lost == launcher and os.environ["WORLD_SIZE"] == "{whole}":
         time.sleep(0.3)
-    while step == 3 and os.environ.get("WORLD_SIZE") == "1" and not self.signals.received:
+    while step == 3 and os.environ.get("WORLD_SIZE") == str({whole} // 2) and not self.signals.received:
         time.sleep(0.05)
 
 Checkpoints.after_step = and_then_lose_one
@@ -81,15 +81,13 @@ def namespace():
 
 
 class Launch:
-    """``memsave launch`` in the namespace."""
+    """``memsave launch`` in the namespace; ``whole`` are the ranks of all machines."""
 
-    def __init__(self, namespace, folder, config, *of_launch, lost="", flags=()):
+    def __init__(self, namespace, folder, config, *of_launch, lost="", whole=2, flags=()):
         self.folder = folder
         script = folder.with_name(f"{folder.name}-{lost}.py")
-        recipes = str(ROOT / "recipes")
-        script.write_text(
-            LOSING.format(recipes=recipes, folder=str(folder.parent), listening=f"{folder.name}-{LISTENING}", lost=lost)
-        )
+        places = {"recipes": str(ROOT / "recipes"), "folder": str(folder.parent)}
+        script.write_text(LOSING.format(**places, listening=f"{folder.name}-{LISTENING}", lost=lost, whole=whole))
         words = [*namespace, sys.executable, "-m", "memsave_recipes.cli", "launch"]
         words += ["--config_file", ROOT / "accelerate_configs" / config, *of_launch, script, *FLAGS, *flags]
         self.process = subprocess.Popen(
@@ -132,8 +130,9 @@ def launch(namespace, tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("\n\n".join(f"Line {number} of a text, whose square is {number**2}." for number in range(200)))
 
-    def start(folder, config, *of_launch, lost="", flags=()):
-        launches.append(Launch(namespace, folder, config, *of_launch, lost=lost, flags=["--train_file", text, *flags]))
+    def start(folder, config, *of_launch, flags=(), **how):
+        flags = ["--train_file", text, *flags]
+        launches.append(Launch(namespace, folder, config, *of_launch, flags=flags, **how))
         return launches[-1]
 
     yield start
@@ -203,6 +202,39 @@ def test_a_machine_is_lost_and_the_other_goes_on_with_the_same_samples(launch, s
     assert re.search(r"saved as .+, going on as .+: data-exact", output), output
     assert (tmp_path / "run" / "results.json").exists()
     assert losses(tmp_path / "run") == pytest.approx(straight_losses, rel=1e-9)
+
+
+SHARED = ["--sequence_parallel", "2"]
+
+
+def test_a_machine_is_lost_and_the_other_goes_on_with_rows_that_its_ranks_share(launch, straight, tmp_path):
+    """Two of four ranks, which are a group."""
+    options = {"lost": "launcher", "whole": 4, "flags": SHARED}
+    first = launch(tmp_path / "run", "cpu_ddp.yaml", *SEVERAL, "--num_processes", 4, **options)
+    first.wait_for_port(29500)
+    launch(tmp_path / "run", "cpu_ddp.yaml", *SEVERAL, "--num_processes", 4, **options)
+    code, output = first.wait()
+    assert code == 0, output
+    assert re.search(
+        r"memsave launch: rank [01] ended with code 143: restart 1 of 2, from the newest checkpoint", output
+    )
+    groups = "2 groups of 2 ranks x 1 accumulation step, going on as 4 samples = 2 x 1 group of 2 ranks x 2"
+    assert re.search(rf"saved as 4 samples = 2 x {groups} accumulation steps: data-exact", output), output
+    assert losses(tmp_path / "run") == pytest.approx(losses(straight("cpu_ddp.yaml")), rel=1e-12)
+
+
+def test_ranks_that_are_left_and_make_no_group_end_in_one_line(launch, tmp_path):
+    first = launch(tmp_path / "run", "cpu_ddp.yaml", *SEVERAL, lost="launcher", flags=SHARED)
+    first.wait_for_port(29500)
+    launch(tmp_path / "run", "cpu_ddp.yaml", *SEVERAL, lost="launcher", flags=SHARED)
+    code, output = first.wait()
+    assert code == 2, output
+    assert [line for line in output.splitlines() if line.startswith("error: ")] == [
+        "error: --sequence_parallel 2: 1 rank cannot be divided into groups of 2: launch a multiple of 2, or leave it "
+        "out"
+    ]
+    assert "Traceback" not in output
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_the_first_machine_is_lost_and_the_other_ends_in_one_line(launch, tmp_path):
