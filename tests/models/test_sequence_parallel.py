@@ -23,6 +23,8 @@ TWO_WAYS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 
 FOUR_HEADS = {"num_attention_heads": 4, "n_head": 4}
 CHUNKED = {"loss": "chunked", "chunk_bytes": 4096}
 LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": None, "kv_lora_rank": 8}
+BITWISE = ("none", "full", "selective", "every:2", "segments:2", "nested:2", "offload", "full_offload")
+PLANS = (*BITWISE, "full_tiled:8", "full_tiled_offload:8")
 NEEDS_ROWS = "--sequence_parallel 2: the model needs whole rows, as"
 OF_FLOAT32 = ("gemma3_text",)  # whose norms compute in it, whatever the model's precision
 
@@ -87,7 +89,7 @@ def under_plans(group):
         (model_type, plan): in_slices(model, group, of_documents(), plan)[1]
         for model_type, dropout in (("gpt2", 0.1), ("llama", 0.0))
         for model in [adopted(group, model_type, dropout=dropout)]
-        for plan in ("none", "full", "selective", "full_tiled:8", "full_tiled_offload:8")
+        for plan in PLANS
     }
 
 
