@@ -95,6 +95,7 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 	$(ON_STANDIN) tests/standin/test_device.py $(OF_DEVICES) -k 'not (refused or mistake or one_line or ranks or processes or 8bit)'
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
+	$(PYTEST) -m slow tests/recipes/test_sequence_parallel_launched.py -k devices
 
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 8 minutes)

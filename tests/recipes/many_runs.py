@@ -3,7 +3,7 @@
 A run may have several lives. A life ends after step 2, within the next step: in the middle of the optimizer's where
 that has pieces. The next one goes on, and leaves ``read-RANK.json``: how much the device's memory grew while it read
 the checkpoint, and the bytes of state in shards that the host has in another place, too. Small tensors of optimizer
-state count as large here.
+state count as large here. With ``STANDIN_WAITS`` a run leaves ``waits-RANK.json``: what the host waits for in a step.
 """
 
 import gc
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "recipes")]
 
 from lives import Killed, loaded  # noqa: E402
+from step_waits import waits_of_a_step  # noqa: E402
 
 from memsave_recipes.checkpoints import (  # noqa: E402
     Checkpoints,
@@ -45,7 +46,8 @@ _meetings = itertools.count()
 def main(path: Path) -> None:
     host_state.PIECE_BYTES, host_state.SLAB_BYTES, host_state.SMALLEST_BYTES = 2**14, 2**18, 2**9
     host_step.LEAVING_BYTES = 2**12
-    TrainState.read = _measured(TrainState.read)
+    if torch.cuda.is_available():
+        TrainState.read = _measured(TrainState.read)
     for run in json.loads(path.read_text()):
         os.environ["ACCELERATE_MIXED_PRECISION"] = run.get("precision", "no")
         *ended, last = run["lives"]
@@ -59,8 +61,11 @@ def _live(run: dict, flags: list[str]) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     gc.collect()  # what is left of the run before would count as memory of this one
     _meet_anew()
-    with loaded(run["recipe"]) as recipe:
+    waits, counts = {}, "STANDIN_WAITS" in os.environ
+    with loaded(run["recipe"]) as recipe, waits_of_a_step(waits) if counts else nullcontext():
         recipe.main([*flags, "--report_to", "none", "--output_dir", run["folder"]])
+    if counts:
+        _leave(Path(run["folder"]), "waits", waits)
 
 
 def _meet_anew() -> None:
@@ -71,7 +76,12 @@ def _meet_anew() -> None:
         dist.destroy_process_group()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{sys.argv[1]}.store-{next(_meetings)}", num_ranks)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+
+
+def _leave(folder: Path, name: str, figures: dict[str, int]) -> None:
+    (folder / f"{name}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(figures))
 
 
 def _measured(read: Callable[[TrainState, Path], None]) -> Callable[[TrainState, Path], None]:
@@ -87,7 +97,7 @@ def _measured(read: Callable[[TrainState, Path], None]) -> Callable[[TrainState,
         on_host = [part for part in parts if part.is_cpu and host_state.waits(part) and not part.is_pinned()]
         twice = [part for part in on_host if part.data_ptr() not in kept]
         figures = {"grown": torch.cuda.max_memory_allocated() - before, "twice": sum(part.nbytes for part in twice)}
-        (folder.parents[1] / f"read-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(figures))
+        _leave(folder.parents[1], "read", figures)
 
     return measured
 

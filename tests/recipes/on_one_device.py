@@ -6,7 +6,6 @@ saved; and in a copy of a checkpoint.
 """
 
 import json
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,9 +20,9 @@ import image_classification  # noqa: E402
 import language_modeling  # noqa: E402
 import text_classification  # noqa: E402
 from lives import FLAGS  # noqa: E402
+from step_waits import by_line, waits_of_a_step  # noqa: E402
 
 from memsave_recipes.checkpoints.state import RankState  # noqa: E402
-from memsave_recipes.run.training_run import TrainingRun  # noqa: E402
 
 DECODER = ["--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
 RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, language_modeling, text_classification)]
@@ -57,51 +56,31 @@ BY_OPTIMIZER = [
     for beside in BESIDE
     if (optimizer, beside) != ("stochastic rounding", "clipped and averaged")  # refused
 ]
-STEP = 4
 FEW = ["--max_steps", "5", "--logging_steps", "100", "--eval_steps", "100", "--micro_batch_size", "4"]
 found: dict[str, dict[str, int]] = {}
 
 
 def main(folder: Path, *which: str) -> None:
-    steps, copied = TrainingRun.steps, RankState.copied
+    copied = RankState.copied
 
     def copied_and_counted(*args):
         before = Counter(waits)
         state = copied(*args)
-        found["a copy of a checkpoint"] = _by_line(waits - before)
+        found["a copy of a checkpoint"] = by_line(waits - before)
         return state
 
     RankState.copied = copied_and_counted
     for name, recipe, flags in BY_OPTIMIZER if which else RUNS:
-        before: Counter[tuple[str, str]] = Counter()
-
-        def counted(training, before=before, name=name):
-            for number, batch in enumerate(steps(training), 1):
-                yield batch
-                if number == STEP - 1:
-                    before.update(waits)
-                if number == STEP:
-                    found[name] = _by_line(waits - before)
-
-        TrainingRun.steps = counted
         AcceleratorState._reset_state(reset_partial_state=True)
         words = [*FLAGS[recipe.__name__], *FEW, *flags]
-        recipe.main([*words, "--report_to", "none", "--output_dir", str(folder / name)])
+        with waits_of_a_step(found.setdefault(name, {})):
+            recipe.main([*words, "--report_to", "none", "--output_dir", str(folder / name)])
     (folder / "waits.json").write_text(json.dumps(found))
     if which:
         return
-    TrainingRun.steps = steps
     AcceleratorState._reset_state(reset_partial_state=True)
     plan = ["--activation_checkpointing", "full_offload", "--verify", "--max_steps", "2", "--report_to", "none"]
     language_modeling.main([*FLAGS["language_modeling"], *plan, "--output_dir", str(folder / "offloaded")])
-
-
-def _by_line(counted: Counter[tuple[str, str]]) -> dict[str, int]:
-    """Without the numbers of lines, which move."""
-    found: Counter[str] = Counter()
-    for (kind, where), count in counted.items():
-        found[f"{kind}: {re.sub(r':[0-9]+', '', where)}"] += count
-    return dict(found)
 
 
 main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,39 +1,29 @@
 """``--sequence_parallel``: rows that ranks share train the curve of one rank, go on elsewhere, and are counted once."""
 
 import json
+import os
+import re
 import shutil
+import signal
+from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
-from lives import assert_the_same_weights, be_rank, curve, write_rows
+from lives import assert_the_same_weights, be_rank, curve
 from samples import sample
+from shared_rows import SHARED, flags_of_data, of
+
+from memsave_recipes import distributed
+from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
+from memsave_recipes.checkpoints.resume import find_newest
 
 RECIPE = "language_modeling"
-WIDE = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=48"
-SHAPES = {
-    "gpt2": "n_layer=2,n_head=4,n_embd=32",
-    "llama": f"{WIDE},num_key_value_heads=1",
-    "qwen3": f"{WIDE},num_key_value_heads=2,head_dim=8",
-    "mistral": f"{WIDE},num_key_value_heads=2,sliding_window=9",
-    "gemma3_text": f"{WIDE},num_key_value_heads=1,head_dim=8,sliding_window=9,num_hidden_layers=6",
-}
-SHARED = ("--sequence_parallel", "2")
-
-
-def of(model_type):
-    return "--model_type", model_type, "--config_overrides", SHAPES[model_type]
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    texts = [f"{n} and {n} are {2 * n}, and {n} times {n} are {n * n}." for n in range(60)]
-    path = write_rows(tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": text} for text in texts])
-    return [
-        *("--train_file", path, "--block_size", "47", "--global_batch_size", "5", "--micro_batch_size", "2"),
-        *("--max_steps", "4", "--logging_steps", "1", "--eval_steps", "2", "--max_eval_samples", "5"),
-        *("--vocab_size", "300", "--dtype", "float64", "--lr_scheduler_type", "constant", "--report_to", "none"),
-        *("--save_every", "2", "--keep_checkpoints", "5"),
-    ]
+    steps = ["--max_steps", "4", "--eval_steps", "2", "--save_every", "2", "--keep_checkpoints", "5"]
+    return [*flags_of_data(tmp_path_factory.mktemp("data")), *steps, "--report_to", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +60,16 @@ def stopped_after_two(folder, target):
     return target
 
 
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
 def assert_the_same_curve(folder, expected, rel=1e-12):
     assert curve(folder) == pytest.approx(curve(expected), rel=rel)
     assert len(curve(folder)) == 4
-    ours, theirs = (json.loads((one / "results.json").read_text()) for one in (folder, expected))
+    ours, theirs = map(results, (folder, expected))
     assert ours["eval"] == pytest.approx(theirs["eval"], rel=rel)
     assert [ours[name] for name in ("tokens_seen", "samples_seen")] == [theirs["tokens_seen"], 20]
-    flops = [one["perf"]["model_gflops_per_sample"] for one in (ours, theirs)]
-    assert flops[0] == pytest.approx(flops[1], rel=0.05)
 
 
 def test_a_run_of_one_rank_goes_on_with_rows_on_two(train, run, tmp_path):
@@ -88,48 +80,76 @@ def test_a_run_of_one_rank_goes_on_with_rows_on_two(train, run, tmp_path):
     assert "going on as 5 samples = (2+2+1) x 1 group of 2 ranks: data-exact" in printed
     assert "rows are shared by 2 ranks" in printed
     assert_the_same_curve(two, one)
+    flops = [results(folder)["perf"]["model_gflops_per_sample"] for folder in (two, one)]
+    assert flops[0] == pytest.approx(flops[1], rel=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [(), ("--no_packing",)], ids=["packed", "padded"])
-@pytest.mark.parametrize("model_type", SHAPES)
-def test_rows_on_two_ranks_have_the_curve_of_one(run, model_type, rows):
-    one, two = (run(ranks, *of(model_type), *rows, *more) for ranks, more in ((1, ()), (2, SHARED)))
-    assert_the_same_curve(two, one, rel=1e-8 if model_type == "gemma3_text" else 1e-12)  # whose norms are in float32
+def in_step_3(accelerator, *, number, words):
+    """The recipe on a rank; when three steps are done the last rank gets a signal."""
+    after_step, distributed.POLL_EVERY_S = Checkpoints.after_step, 0
+
+    def with_a_signal(self, step, state):
+        if step == 3 and accelerator.process_index == accelerator.num_processes - 1:
+            os.kill(os.getpid(), number)
+        after_step(self, step, state)
+
+    Checkpoints.after_step = with_a_signal
+    with pytest.raises(StoppedBySignal):
+        be_rank(accelerator, recipe=RECIPE, words=words)
 
 
-FOUR_RANKS = {
-    "four": ("llama", (), ("--sequence_parallel", "4")),
-    "two and two": ("gpt2", ("--ema_decay", "0.9", "--max_grad_norm", "0.1"), SHARED),
-    "in shards": ("mistral", (), (*SHARED, "--shard", "full", "--activation_checkpointing", "full")),
-    "in shards that replicate": ("qwen3", ("--no_packing",), (*SHARED, "--shard", "2")),
-    "adapters": ("llama", ("--lora",), (*SHARED, "--loss", "chunked")),
+@pytest.fixture(scope="module")
+def ended(run_on_ranks, flags, tmp_path_factory):
+    """The folder of a run whose last rank gets a signal; of each kind one."""
+
+    @cache
+    def once(number, num_ranks, *more):
+        folder = tmp_path_factory.mktemp("ended")
+        words = [*flags, *more, "--output_dir", str(folder)]
+        lost = pytest.raises(RuntimeError, match=f"rank {num_ranks - 1}: ended without a result")
+        with lost if number == signal.SIGKILL else nullcontext():
+            run_on_ranks(partial(in_step_3, number=number, words=words), num_ranks, timeout_s=200)
+        assert find_newest(folder / "checkpoints").step == (2 if number == signal.SIGKILL else 3)
+        return folder
+
+    return once
+
+
+def sharing(ranks):
+    return "--sequence_parallel", str(ranks)
+
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+ENDED = {
+    "killed, two to one": (KILL, (4, 2), (2, 1)),
+    "killed, two to four": (KILL, (4, 2), (4, 4)),
+    "stopped, four to two": (TERM, (4, 4), (2, 2)),
+    "stopped, one to two": (TERM, (2, 1), (4, 2)),
 }
-"""A model, flags of the run on one rank, and more of that on four."""
+"""A signal to the last rank; how many ranks there were, and how many of them shared a row; and then."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", FOUR_RANKS)
-def test_rows_on_two_of_four_ranks_have_the_curve_of_one(run, how):
-    model_type, common, more = FOUR_RANKS[how]
-    assert_the_same_curve(run(4, *of(model_type), *common, *more), run(1, *of(model_type), *common))
+@pytest.mark.parametrize("how", ENDED)
+def test_what_was_ended_goes_on_with_rows_on_another_number_of_ranks(run, train, ended, tmp_path, how):
+    number, (num_before, shared_before), (num_ranks, shared) = ENDED[how]
+    folder = tmp_path / "run"
+    shutil.copytree(ended(number, num_before, *of("llama"), *sharing(shared_before)), folder)
+    printed = train(folder, num_ranks, *of("llama"), *sharing(shared), "--resume")
+    assert f"note: --sequence_parallel was {shared_before} and is {shared}: " in printed
+    assert re.search(r"saved as 5 samples = .+, going on as 5 samples = .+: data-exact", printed)
+    assert_the_same_curve(folder, run(1, *of("llama")))
 
 
 @pytest.mark.slow
-def test_a_run_with_shared_rows_goes_on_without(train, run, tmp_path):
-    four = run(4, *of("llama"), *SHARED)
-    folder = stopped_after_two(four, tmp_path / "one")
-    train(folder, 1, *of("llama"), "--resume")
-    assert_the_same_curve(folder, four)
-
-
-@pytest.mark.slow
-def test_a_killed_run_has_the_bits_of_one_that_was_not(train, run, tmp_path):
-    whole = run(2, *of("llama"), *SHARED)
-    folder = stopped_after_two(whole, tmp_path / "killed")
-    train(folder, 2, *of("llama"), *SHARED, "--resume")
-    assert curve(folder) == curve(whole)
-    assert_the_same_weights(folder / "final", whole / "final")
+@pytest.mark.parametrize("number", [KILL, TERM])
+def test_what_was_ended_goes_on_as_before_with_the_same_bits(run, train, ended, tmp_path, number):
+    more = (*of("llama"), *SHARED)
+    folder, straight = tmp_path / "run", run(4, *more)
+    shutil.copytree(ended(number, 4, *more), folder)
+    train(folder, 4, *more, "--resume")
+    assert curve(folder) == curve(straight)
+    assert_the_same_weights(folder / "final", straight / "final")
 
 
 @pytest.mark.slow
