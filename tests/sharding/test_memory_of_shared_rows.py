@@ -79,7 +79,8 @@ def test_the_peak_of_a_rank_is_predicted(kind, ranks, rows, strategy, loss):
     shape = kind, ranks, ROWS[rows], strategy, loss
     measured, predicted = measured_bytes(*shape), predicted_bytes(*shape)
     assert measured <= predicted
-    assert predicted <= 1.02 * measured or rows == "documents"
+    if rows != "documents":
+        assert predicted <= (1 if strategy in ("none", "full") else 1.02) * measured
 
 
 @pytest.mark.parametrize("strategy", sample(["none"], ["none", "full", "full_tiled:32"]))
