@@ -133,10 +133,9 @@ class SequenceGroup:
         lengths = [[length]] * count if lengths is None else lengths
         if rest := -length % self.size:
             lengths = [[*of_row, rest] for of_row in lengths]
-        taken = {"input_ids": self.slice(rows), "position_ids": self.slice(positions)}
-        return taken | {"document_lengths": Documents(lengths), "sequence_group": self}, self.slice(
-            targets, IGNORED_LABEL
-        )
+        taken: dict[str, Any] = {"input_ids": self.slice(rows), "position_ids": self.slice(positions)}
+        taken |= {"document_lengths": Documents(lengths), "sequence_group": self}
+        return taken, self.slice(targets, IGNORED_LABEL)
 
     def slice(self, rows: Tensor, filling: int = 0) -> Tensor:
         """Return this rank's part of (B, T), or of (B, T, ...) where T is a multiple of the ranks."""
