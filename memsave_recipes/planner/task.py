@@ -298,7 +298,8 @@ class Estimates:
         self.model = fake_planned_model(self.task, self.launch.target)
         launch = self.launch
         precision = AUTOCAST_DTYPES[launch.mixed_precision]
-        self._estimator = Estimator(self.model, launch.target, precision, launch.bytes_per_s_between)
+        exchange_rate = launch.bytes_per_s_between if self.task.run.sequence_parallel > 1 else inf
+        self._estimator = Estimator(self.model, launch.target, precision, exchange_rate)
 
     def of(self, layout: BatchLayout, loss: str | None, plans_of: Callable[[Workload], Sequence[Plan]]) -> Measurement:
         """Return the costs of the largest forward of a step under plans for it; the first keeps everything."""
