@@ -414,7 +414,8 @@ class _Estimated(_Planning):
             budget_bytes, plan = trial.candidate.budget_bytes, trial.candidate.forecast.plan
             reduction = PER_STEP if self.task.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
             size = smaller.micro_batch_size
-            run = self.task.run.with_micro_batch(size, budget_bytes, reduce_gradients=reduction)
+            changes = {"reduce_gradients": reduction} if self.task.run.in_shards else {}
+            run = self.task.run.with_micro_batch(size, budget_bytes, **changes)
             (found,) = self._search(run, self.launch, budget_bytes, plan).candidates
             return _sendable(found)
 

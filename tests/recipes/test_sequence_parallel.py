@@ -159,7 +159,7 @@ def test_verify_holds_for_shared_rows(train, tmp_path, plan):
     assert "--verify: one global batch" in train(tmp_path / "run", 2, *of("gpt2"), *SHARED, *more)
 
 
-@pytest.mark.parametrize("more", sample([()], [(), ("--shard", "full")]))
+@pytest.mark.parametrize("more", sample([[]], [[], ["--shard", "full"]]))
 def test_a_budget_is_searched_by_estimates(train, run, tmp_path, more):
     budget = ("--activation_checkpointing", "budget", "--micro_batch_size", "auto", "--memory_budget_gib", "0.0025")
     printed = train(tmp_path / "run", 2, *of("mistral"), *SHARED, *budget, *more)
@@ -168,7 +168,6 @@ def test_a_budget_is_searched_by_estimates(train, run, tmp_path, more):
     found = json.loads((tmp_path / "run/results.json").read_text())
     assert found["memory"]["predicted_peak_gib"] <= 0.0025
     assert found["plan"] != "none"
-    assert found["accumulation_steps"] > 1
     assert_the_same_curve(tmp_path / "run", run(1, *of("mistral")))
 
 
