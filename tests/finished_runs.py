@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -129,6 +130,8 @@ class Keyboard:
         pages = [one for one in self._ask("Target.getTargets")["targetInfos"] if one["type"] == "page"]
         attached = self._ask("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
+        while not self.see(f"document.URL.startsWith({json.dumps(url)}) && document.readyState === 'complete'"):
+            time.sleep(0.01)  # keys before that are lost
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         asked = {"id": next(self._numbers), "method": method, "params": params, **self._session}
