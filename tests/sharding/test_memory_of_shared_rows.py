@@ -78,22 +78,27 @@ def measured_bytes(kind, ranks, lengths, strategy, loss):
 def test_the_peak_of_a_rank_is_predicted(kind, ranks, rows, strategy, loss):
     """As if a row were one document: with several the masks of windows and the gradients of pieces are smaller."""
     shape = kind, ranks, ROWS[rows], strategy, loss
-    measured, predicted = measured_bytes(*shape) - ENDS_BYTES, predicted_bytes(*shape)
-    assert measured <= predicted
+    measured, predicted = measured_bytes(*shape), predicted_bytes(*shape)
+    assert measured - ENDS_BYTES <= predicted
     if rows != "documents":
         assert predicted <= (1 if strategy in ("none", "full") else 1.02) * measured
 
 
-@pytest.mark.parametrize("strategy", sample(["none"], ["none", "full", "full_tiled:32"]))
-def test_a_token_takes_a_part_of_its_bytes(strategy):
-    """With fewer heads of keys than ranks some are held twice, and beside few tokens the chunk of the loss counts."""
+HELD_TWICE = {"none": 4, "full": 1, "full_tiled:32": 0}
+"""Layers whose attention's output a step holds twice, before its exchange and after it."""
+
+
+@pytest.mark.parametrize("strategy", sample(["none"], HELD_TWICE))
+def test_a_token_takes_a_part_of_its_bytes(strategy, monkeypatch):
+    """Or less: beside few tokens the chunk of the loss counts. Heads of keys that are fewer than ranks take more."""
+    monkeypatch.setitem(KINDS, "llama", {**SIZES, "num_key_value_heads": 8, "head_dim": 8})
 
     def of_a_token(ranks):
-        long, short = (predicted_bytes("gpt2", ranks, ((length,),), strategy, "chunked") for length in (4096, 2048))
+        long, short = (predicted_bytes("llama", ranks, ((length,),), strategy, "chunked") for length in (4096, 2048))
         return (long - short) / 2048
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # each has a workspace
-    parts = [ranks * of_a_token(ranks) for ranks in (2, 4, 8)]
+    of_one, *of_many = [ranks * of_a_token(ranks) for ranks in (1, 2, 4, 8)]
     torch.set_num_threads(threads)
-    assert max(parts) < 1.03 * min(parts)
+    assert max(of_many) <= of_one + HELD_TWICE[strategy] * 4 * SIZES["hidden_size"]
