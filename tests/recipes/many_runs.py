@@ -27,6 +27,7 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "recipes")]
 from lives import Killed, loaded  # noqa: E402
 from step_waits import waits_of_a_step  # noqa: E402
 
+from memsave_recipes.activations import offload  # noqa: E402
 from memsave_recipes.checkpoints import (  # noqa: E402
     Checkpoints,
     TrainState,
@@ -47,6 +48,7 @@ def main(path: Path) -> None:
     host_state.PIECE_BYTES, host_state.SLAB_BYTES, host_state.SMALLEST_BYTES = 2**14, 2**18, 2**9
     host_step.LEAVING_BYTES = 2**12
     if torch.cuda.is_available():
+        offload._engine_for(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))).smallest_bytes = 1
         TrainState.read = _measured(TrainState.read)
     for run in json.loads(path.read_text()):
         os.environ["ACCELERATE_MIXED_PRECISION"] = run.get("precision", "no")
