@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from memsave_recipes.planner.make_plan import (
     call,
     check_budget,
     loss_of,
+    make_plan,
     names_of,
     plan_step,
     refuse_compiled,
@@ -122,7 +124,7 @@ def _comparison(step: int, peak_bytes: int, predicted_bytes: int, budget_bytes: 
     return line if budget_bytes is None else f"{line}, budget {format_bytes(budget_bytes)}"
 
 
-SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
 REASON = "a plan decides which activations are recomputed"
 
 
@@ -238,6 +240,12 @@ class PlannedTraining:
 
     def __post_init__(self) -> None:
         check_model(self.model)
+        self._in_shards = isinstance(self.model, FSDPModule)
+        if self._in_shards and self.settings.is_budget:
+            raise InputError(
+                f"strategy {self.settings.strategy}: FSDP2 shards the model, and a budget is measured on a whole one: "
+                "pass strategy='full' or another that needs no budget, or train with DDP"
+            )
         self._thread = current_thread()
         for other in _UNDER_WAY:
             if other._thread is not self._thread and other._thread.is_alive():
@@ -318,7 +326,12 @@ class PlannedTraining:
         self._handle = apply_plan(self.model, self.plan)
 
     def _predicted(self, micro_batch: MicroBatch) -> Plan:
-        """Plan with a prediction, if there can be one: a named strategy does not need it."""
+        """Plan with a prediction, if there can be one: a named strategy does not need it.
+
+        In shards there is none, as a forward without its backward would leave weights gathered.
+        """
+        if self._in_shards:
+            return make_plan(self.model, strategy=self.settings.strategy, blocks=self.settings.blocks)
         try:
             return self._made(micro_batch, self.settings.strategy)
         except (InputError, torch.OutOfMemoryError):

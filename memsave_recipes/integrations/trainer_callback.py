@@ -61,7 +61,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         """Refuse arguments before ``train()`` acts on them; see to the optimizer before a checkpoint is loaded."""
         trainer = _calling_trainer()
         _check_arguments(args)
-        _check_trainer(trainer)
+        _check_trainer(trainer, self.offload_optimizer)
         if self.offload_optimizer != "none":
             trainer.create_optimizer = _offloading(trainer, by_step=self.offload_optimizer == "step")
 
@@ -70,7 +70,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         self.remove()  # after a training that ended outside of a step, by an exception
         trainer = _calling_trainer()
         _check_arguments(args)
-        _check_trainer(trainer)
+        _check_trainer(trainer, self.offload_optimizer)
         refuse_several(trainer.callback_handler.callbacks)
         check_model(trainer.model_wrapped)
         optimizer = torch_optimizer(trainer.optimizer)
@@ -203,18 +203,22 @@ def _check_arguments(args: TrainingArguments) -> None:
         raise InputError(f"{args.n_gpu} GPUs in one process (DataParallel): launch a process for each, with torchrun")
 
 
-def _check_trainer(trainer: Any) -> None:
-    """Raise ``InputError`` where ranks share a model or its rows."""
-    sizes = getattr(trainer.accelerator, "parallelism_config", None)
-    for name in ("tp_size", "cp_size", "sp_size"):
-        if (size := getattr(sizes, name, 1)) > 1:
-            raise InputError(
-                f"parallelism_config: {name} {size} shares layers or rows between ranks, which no plan is made for: "
-                f"train with {name}=1, or leave MemsaveCallback out"
-            )
-    kind = str(trainer.accelerator.distributed_type.value)
-    if kind in SHARDS:
-        raise InputError(f"{kind} shards or moves the model, which no plan is made for: train with DDP")
+def _check_trainer(trainer: Any, offload_optimizer: str) -> None:
+    """Raise ``InputError`` where ranks share layers, or for an engine that does not work with a plan or a setting."""
+    accelerator = trainer.accelerator
+    if (size := getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1)) > 1:
+        raise InputError(
+            f"parallelism_config: tp_size {size} shares layers between ranks, which no plan is made for: train with "
+            "tp_size=1, or leave MemsaveCallback out"
+        )
+    kind = str(accelerator.distributed_type.value)
+    if kind in SHARDS and not accelerator.is_fsdp2:
+        raise InputError(f"{kind} shards or moves the model, which no plan is made for: train with DDP or FSDP2")
+    if kind in SHARDS and offload_optimizer != "none":
+        raise InputError(
+            f"offload_optimizer {offload_optimizer!r}: FSDP2 exchanges the weights of the optimizer: pass 'none', or "
+            "fsdp_config's cpu_offload"
+        )
 
 
 def _other_models(trainer: Any) -> list[nn.Module]:

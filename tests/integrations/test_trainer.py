@@ -217,26 +217,27 @@ def test_a_model_under_a_plan_is_refused(tmp_path):
         trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], model=model)
 
 
-@pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size"])
-def test_ranks_that_share_layers_or_rows_are_refused(name, tmp_path, monkeypatch):
+def test_ranks_that_share_layers_are_refused(tmp_path, monkeypatch):
     from accelerate.utils import ParallelismConfig
 
     class Shared(Trainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
-            monkeypatch.setattr(self.accelerator.state, "parallelism_config", ParallelismConfig(**{name: 2}))
+            monkeypatch.setattr(self.accelerator.state, "parallelism_config", ParallelismConfig(tp_size=2))
 
-    with pytest.raises(memsave.InputError, match=f"{name} 2 shares layers or rows .*: train with {name}=1, or leave"):
+    with pytest.raises(memsave.InputError, match=r"tp_size 2 shares layers between .*: train with tp_size=1, or"):
         trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], trainer=Shared)
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_what_shards_the_model_is_refused(kind, tmp_path, monkeypatch):
-    from accelerate.utils import DistributedType
+def test_engines_other_than_ddp_and_fsdp2_are_refused(kind, tmp_path, monkeypatch):
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     class Sharded(Trainer):
         def create_optimizer(self, *args):
             monkeypatch.setattr(self.accelerator.state, "distributed_type", DistributedType(kind))
+            first = FullyShardedDataParallelPlugin(fsdp_version=1)
+            monkeypatch.setattr(self.accelerator.state, "fsdp_plugin", first, raising=False)
             return super().create_optimizer(*args)
 
     monkeypatch.setattr("accelerate.Accelerator.prepare", lambda self, *models, **_: models)

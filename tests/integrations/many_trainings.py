@@ -1,0 +1,65 @@
+"""Trainer with the model in FSDP2, once under each plan of the command line; its first rank prints their outcomes."""
+
+import gc
+import json
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from integrations.trainings import BASE, llama, rows
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
+
+import memsave_recipes as memsave
+from memsave_recipes.activations import offload
+
+LENGTH = 64
+SETTINGS = {
+    "budget": {"budget_gib": 1, "strategy": "budget"},
+    "state": {"strategy": "full", "offload_optimizer": "state"},
+}
+
+
+def whole_rows(features):
+    ids = torch.tensor([feature["input_ids"][:LENGTH] for feature in features])
+    positions = torch.arange(LENGTH).repeat(len(features), 1)
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+
+
+def outcome_of(plan, folder):
+    """The SHA-256 of the weights, the losses and the peak on the device, or what is refused."""
+    settings = SETTINGS.get(plan, {"strategy": plan})
+    callbacks = [memsave.MemsaveCallback(**settings)] if plan != "trainer" else []
+    options = {**BASE, "use_cpu": False, "max_steps": 3, "logging_steps": 1, "gradient_accumulation_steps": 2}
+    try:
+        trainer = Trainer(
+            model=llama(layers=8, dropout=0.0),  # torch's attention of shared rows takes no dropout
+            args=TrainingArguments(folder, per_device_train_batch_size=2, **options),
+            train_dataset=rows([LENGTH + 8] * 24),
+            data_collator=whole_rows,
+            callbacks=callbacks,
+        )
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    except memsave.InputError as refused:
+        return {"refused": str(refused)}
+    weights = sha256()
+    for weight in trainer.model.parameters():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        weights.update(whole.detach().cpu().numpy().tobytes())
+    return {
+        "weights": weights.hexdigest(),
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+if __name__ == "__main__":
+    target, *plans = sys.argv[1:]
+    offload._engine_for(torch.device("cuda", int(os.environ["LOCAL_RANK"]))).smallest_bytes = 1024
+    outcomes = {plan: outcome_of(plan, target) for plan in plans}
+    if torch.distributed.get_rank() == 0:
+        Path(target, "outcomes.json").write_text(json.dumps(outcomes))
