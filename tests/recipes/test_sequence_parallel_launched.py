@@ -45,8 +45,8 @@ SHARES = {
         **{plan: (DEEP, (*SHARED, "--activation_checkpointing", plan)) for plan in (*BITWISE, *TILED)},
     },
     4: {
-        **{f"{work}, on four": (work, SHARED_BY_FOUR) for work in WORKS if "padded" in work},
-        **{f"{work}, in groups": (work, IN_GROUPS) for work in WORKS if "packed" in work},
+        **{f"{work}, on four": (work, SHARED_BY_FOUR) for work in WORKS},
+        **{f"{work}, in groups": (work, IN_GROUPS) for work in WORKS},
         **{f"{work}, in pairs": (work, SHARED) for work in OTHER_WORKS},
         "in shards of four": ("llama, packed", (*SHARED, "--shard", "full", "--loss", "chunked")),
     },
