@@ -443,7 +443,8 @@ def prepare(
         A context manager with ``plan`` and ``remove()``.
 
     Raises:
-        InputError: as ``make_plan``, and for a model that checkpoints, shards or compiles by itself.
+        InputError: as ``make_plan``, for a model that checkpoints or compiles by itself, and for one in shards, unless
+            they are FSDP2's and the strategy needs no budget.
     """
     unwrapped, precision = _unwrapped(model), _precision_of(model)
 

@@ -216,8 +216,8 @@ def _check_trainer(trainer: Any, offload_optimizer: str) -> None:
         raise InputError(f"{kind} shards or moves the model, which no plan is made for: train with DDP or FSDP2")
     if kind in SHARDS and offload_optimizer != "none":
         raise InputError(
-            f"offload_optimizer {offload_optimizer!r}: FSDP2 exchanges the weights of the optimizer: pass 'none', or "
-            "fsdp_config's cpu_offload"
+            f"offload_optimizer {offload_optimizer!r}: under FSDP2 the optimizer gets other parameters, and its state "
+            "stays on the device: pass offload_optimizer='none'"
         )
 
 

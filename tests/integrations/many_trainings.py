@@ -1,15 +1,18 @@
-"""Trainer with the model in FSDP2, once under each plan of the command line; its first rank prints their outcomes."""
+"""Training in FSDP2 under each plan of the command line, by Trainer and in a loop; writes ``outcomes.json``."""
 
 import gc
 import json
 import os
 import sys
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from integrations.trainings import BASE, llama, rows
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
 
 import memsave_recipes as memsave
@@ -46,20 +49,38 @@ def outcome_of(plan, folder):
         trainer.train()
     except memsave.InputError as refused:
         return {"refused": str(refused)}
-    weights = sha256()
-    for weight in trainer.model.parameters():
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        weights.update(whole.detach().cpu().numpy().tobytes())
     return {
-        "weights": weights.hexdigest(),
+        "weights": hash_of(trainer.model),
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
+
+
+def hash_of(model):
+    weights = sha256()
+    for weight in model.parameters():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        weights.update(whole.detach().cpu().numpy().tobytes())
+    return weights.hexdigest()
+
+
+def weights_of_a_loop(plan):
+    """The SHA-256 after three steps with ``memsave.prepare``; without it where ``plan`` is ``None``."""
+    accelerator, model = Accelerator(), llama(dropout=0.0).train()
+    model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-3))
+    batch = {name: value.to(accelerator.device) for name, value in whole_rows(rows([LENGTH] * 2).to_list()).items()}
+    with memsave.prepare(model, batch, optimizer, strategy=plan) if plan else nullcontext():
+        for _ in range(3):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return hash_of(model)
 
 
 if __name__ == "__main__":
     target, *plans = sys.argv[1:]
     offload._engine_for(torch.device("cuda", int(os.environ["LOCAL_RANK"]))).smallest_bytes = 1024
     outcomes = {plan: outcome_of(plan, target) for plan in plans}
+    outcomes["loops"] = [weights_of_a_loop(plan) for plan in (None, "full", "selective")]
     if torch.distributed.get_rank() == 0:
         Path(target, "outcomes.json").write_text(json.dumps(outcomes))

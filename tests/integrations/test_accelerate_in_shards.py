@@ -50,6 +50,10 @@ def test_plans_have_the_bits_of_the_trainer_alone(outcomes):
     assert outcomes["full_tiled:8"]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
+def test_plans_have_the_bits_of_a_loop_alone(outcomes):
+    assert len(set(outcomes["loops"])) == 1
+
+
 def test_plans_need_less_memory(outcomes):
     peaks = {plan: outcomes[plan]["peak_bytes"] for plan in BITWISE}
     assert peaks["full_offload"] < peaks["full"] < peaks["segments:2"] < peaks["selective"] < peaks["none"]
@@ -58,4 +62,4 @@ def test_plans_need_less_memory(outcomes):
 
 def test_what_needs_a_whole_model_is_refused(outcomes):
     assert outcomes["budget"]["refused"].startswith("strategy budget: FSDP2 shards the model, ")
-    assert outcomes["state"]["refused"].startswith("offload_optimizer 'state': FSDP2 exchanges ")
+    assert outcomes["state"]["refused"].startswith("offload_optimizer 'state': under FSDP2 ")
