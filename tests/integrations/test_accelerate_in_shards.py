@@ -23,7 +23,8 @@ def outcomes(request, on_devices, tmp_path_factory):
     """Of each plan, from one launch on two stand-ins for CUDA, where late copies and freed memory read as NaN."""
     folder = tmp_path_factory.mktemp("launch")
     shards = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    config = {"distributed_type": "FSDP", "fsdp_config": shards, "num_processes": 2, **SHARED[request.param]}
+    config = {"distributed_type": "FSDP", "fsdp_config": shards, "num_processes": 2, "main_process_port": 0}
+    config |= SHARED[request.param]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     launcher = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", folder / "config.yaml"]
     script = ROOT / "tests" / "integrations" / "many_trainings.py"
