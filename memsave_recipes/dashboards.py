@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from memsave_recipes.compare import ComparisonRow, ComparisonTable, History, Run, history_row, step_of
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.text import first_line, printable, read_json, sanitized
@@ -85,7 +87,17 @@ def log_in(asked_by: str) -> None:
         if not wandb.login(prompt=False, verify=True):
             raise InputError(f"{asked_by} needs a W&B key: `wandb login` stores one, or set WANDB_API_KEY")
     except (wandb.Error, OSError) as error:
+        late = threading.Timer(LOGIN_TIMEOUT_S, _kill_service)
+        late.daemon = True  # at exit the client may wait for ever for its service, which it has cut off (0.31)
+        late.start()
         raise InputError(f"{asked_by}: no login at W&B ({first_line(error)})") from error
+
+
+def _kill_service() -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name().startswith("wandb-core"):
+                child.kill()
 
 
 def _online_run(run: Any) -> Run:

@@ -53,7 +53,7 @@ TABLE = {
     ),
     "integrations": ({"activations", "planner", "plans", "profiling", "step"}, {"torch", "transformers", "lightning"}),
     "compare": (set(), set()),
-    "dashboards": ({"compare"}, {"wandb", "wandb_workspaces", "trackio"}),
+    "dashboards": ({"compare"}, {"psutil", "wandb", "wandb_workspaces", "trackio"}),
     "render": ({"compare", "planner", "plans", "step"}, {"jinja2", "matplotlib", "rich"}),
     "run": (
         {

@@ -154,11 +154,11 @@ except InputError as error:
 def read_online(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Reads the project in a process of its own, since the client keeps its settings for good."""
 
-    def read(**environment: str) -> subprocess.CompletedProcess:
+    def read(script: str = READ, **environment: str) -> subprocess.CompletedProcess:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
         home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
         return subprocess.run(
-            [sys.executable, "-c", READ],
+            [sys.executable, "-c", script],
             env={**kept, **home, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -198,3 +198,19 @@ def test_a_server_that_is_not_there_is_one_line_in_time(read_online: Callable) -
     assert done.stdout.startswith("--wandb: no login at W&B (")
     assert "http://127.0.0.1:9" in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+HUNG = """
+    for child in psutil.Process().children():
+        child.suspend()
+    sys.exit(2)
+"""
+
+
+def test_a_service_of_wandb_that_does_not_end_is_killed(read_online: Callable) -> None:
+    """Its client waits for it at exit, and has cut off the connection by which it would be told to end."""
+    script = "import psutil" + READ.replace("\n    sys.exit(2)\n", HUNG)
+    assert "suspend" in script
+    done = read_online(script, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="k" * 40)
+    assert done.returncode == 2
+    assert done.stdout.startswith("--wandb: no login at W&B (")
