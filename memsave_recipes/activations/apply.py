@@ -6,6 +6,7 @@ they are. The replacements are in ``spans.py``.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from memsave_recipes.activations.blocks import (
 )
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
 from memsave_recipes.activations.micro_batches import joined_batchnorm
+from memsave_recipes.activations.planned_forward import PlannedForward
 from memsave_recipes.activations.recompute import BlockRuns, Modules, modules_that_share
 from memsave_recipes.activations.spans import (
     JointLayers,
@@ -125,14 +127,14 @@ class PlanHandle:
 
     plan: Plan
     blocks: Sequence[Block | Layer] = ()
-    replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
     runs: BlockRuns = field(default_factory=BlockRuns)
     options: dict[str, Any] = field(default_factory=dict)
     checked: bool = False
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
         """Set an attribute of a module instance and remember its entry in ``__dict__``, if there is one."""
-        self.replaced.append((module, attribute, module.__dict__.get(attribute, _ABSENT)))
+        self.replaced.append((module, attribute, module.__dict__.get(attribute, _ABSENT), value))
         setattr(module, attribute, value)
 
     def check_first_step(self, warn: Callable[[str], Any] = warnings.warn) -> None:
@@ -142,13 +144,33 @@ class PlanHandle:
         self.checked = True
 
     def remove(self) -> None:
-        """Remove the plan; a second call does nothing."""
+        """Remove the plan; a second call does nothing. What others have put around its forwards stays."""
         while self.replaced:
-            module, attribute, before = self.replaced.pop()
+            module, attribute, before, ours = self.replaced.pop()
+            if isinstance(ours, PlannedForward):
+                ours.removed = True
+            if module.__dict__.get(attribute) is not ours:
+                continue
             if before is _ABSENT:
                 delattr(module, attribute)
             else:
                 setattr(module, attribute, before)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model runs as if there were no plan."""
+        replaced, self.replaced = self.replaced, list(self.replaced)
+        applied = [(module, attribute, module.__dict__.get(attribute, _ABSENT)) for module, attribute, *_ in replaced]
+        self.remove()
+        try:
+            yield
+        finally:
+            self.replaced = replaced
+            for (module, attribute, value), (*_, ours) in zip(applied, replaced, strict=True):
+                if isinstance(ours, PlannedForward):
+                    ours.removed = False
+                if value is not _ABSENT:
+                    setattr(module, attribute, value)
 
     def __enter__(self) -> "PlanHandle":
         return self
@@ -243,7 +265,7 @@ def _install_sequence(
         if action is Action.SELECT_OPS:
             _set_out_of_place([module for block in blocks for module in block.modules], handle)
     spans = [SpannedBlocks(blocks, action, handle.runs, watch, _options(handle, action)) for blocks, action in parts]
-    handle.replace(stack.root, "forward", SpannedSequence(stack, spans))
+    handle.replace(stack.root, "forward", SpannedSequence(stack, spans, stack.root.forward))
 
 
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:

@@ -55,6 +55,8 @@ from torch.fx import Graph
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from memsave_recipes.activations.block_state import is_cache
+from memsave_recipes.activations.planned_forward import PlannedForward
 from memsave_recipes.activations.recompute import draws
 from memsave_recipes.activations.spans import NestedPart
 from memsave_recipes.errors import InputError
@@ -105,28 +107,42 @@ def _refusal(method: Callable[..., Any], reason: str) -> InputError:
     return InputError(f"strategy compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}")
 
 
+def _refuse_cache(name: str, *args: Any, **kwargs: Any) -> int:
+    """In place of the ``get_seq_length`` of a cache."""
+    raise InputError(
+        f"strategy compiled: {name} left this cache of keys and values empty, so nothing can go on with it: fill it "
+        f"under torch.no_grad(), or {WAYS_OUT}"
+    )
+
+
 @dataclass
-class CompiledLayer:
+class CompiledLayer(PlannedForward):
     """A layer's forward, compiled where gradients are wanted; evaluation and generation run the eager one."""
 
     method: Callable[..., Any]
     module: nn.Module
     region: Region
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
         """The output of ``method``.
 
         Raises:
-            InputError: it writes on a tensor, or cannot be compiled as one graph.
+            InputError: it writes on a tensor, or cannot be compiled as one graph; later, where somebody goes on with
+                the key-value cache that it was given, and left empty.
         """
-        if not torch.is_grad_enabled():
-            return self.method(*args, **kwargs)
+        for given in filter(is_cache, (*args, *kwargs.values())):
+            given.get_seq_length = partial(_refuse_cache, type(self.module).__name__)
         # A key-value cache asks for the number of the layer: one graph each. GPT-2 hands it on by position.
-        args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
+        args = tuple(None if is_cache(arg) else arg for arg in args)
+        kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         if is_in_torch_dispatch_mode(include_infra_modes=False):
             return self.recomputed(*args, **kwargs)
         first_run, _ = self.recomputed.effects.around(partial(self.region.run, self.method, **kwargs))
         return first_run(*args)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """The same for a compiler that reads this code."""
+        return self.method(*args, **kwargs)
 
     @cached_property
     def recomputed(self) -> NestedPart:

@@ -7,11 +7,14 @@ counts BatchNorm once. Gradients are bit for bit those of the baseline, a run wi
 NOTE [ places in line ]
 1. In the first run autograd saves a ``_Place`` for each tensor, in order. The first place that a backward asks for its
    tensor starts the second run, which gives each place its own, and ends by an exception with the last one. A place
-   lets go of its tensor as it hands it out. One that nobody holds any more gets none.
+   lets go of its tensor as it hands it out. One that nobody holds any more gets none. torch's
+   ``set_checkpoint_early_stop(False)`` around the forward lets second runs go to their end.
 2. This is the method of ``torch.utils.checkpoint`` (https://pytorch.org/docs/stable/checkpoint.html), which does more
    for each saved tensor (``benchmarks/host_time.py``) and in torch 2.11 leaves its hooks behind where a forward raises.
    Checked is the same: number, shapes, types and devices.
 3. Random numbers, autocast and the default device are set as they were in the first run, where they differ.
+4. RReLU fills its noise after saving it (https://github.com/pytorch/pytorch/issues/193671), so a second run that would
+   end with it goes to its end.
 
 NOTE [ statistics once ]
 1. A training forward of BatchNorm moves ``running_mean``, ``running_var`` and ``num_batches_tracked``. Under activation
@@ -20,8 +23,9 @@ NOTE [ statistics once ]
 2. While recomputing, momentum 0 makes the update ``running = 1 * running + 0 * batch``, and without
    ``num_batches_tracked`` nothing is counted; SyncBatchNorm, which insists on a counter, counts in another one. Both
    are set back afterwards, also when the recomputation raises (it does so by design, once its last tensor is there).
-3. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
-4. Other modules that write on a buffer in their forward (spectral norm, the ranges of quantized activations) compute
+3. A subclass with a forward of its own may count in other ways: it runs on copies of its buffers.
+4. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
+5. Other modules that write on a buffer in their forward (spectral norm, the ranges of quantized activations) compute
    with it as well, so a second run would compute something else. They are refused in the first run: NOTE [ side
    effects ] in ``side_effects.py``.
 
@@ -53,9 +57,9 @@ NOTE [ writing in place ]
 NOTE [ casts of weights ]
 1. Autocast keeps what it makes of each weight until the forward ends, whatever recomputes: a copy of them all in 16
    bits. The recipes turn its cache off; other trainers leave it on. So a block that is not kept empties it at its end.
-2. Where several blocks have the same weight, that is cast once, and its gradient is summed in 16 bits. Their sum would
-   be another one, so such blocks leave the cache alone. (A module outside of all blocks that runs before one and after
-   it is not looked for.)
+2. A weight that two modules have is cast once, and its gradient is summed in 16 bits. Their sum would be another one,
+   so the blocks of such a model leave the cache alone, as does a block that a loop may run again. (A module outside of
+   all blocks that runs before one and after it is not looked for, nor is a second forward under the same autocast.)
 """
 
 import weakref
@@ -63,19 +67,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
+from threading import RLock
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import checkpoint as _torchs_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointError, get_device_states, set_device_states
 
+from memsave_recipes.activations.block_state import FORWARDS_OF_TORCH, on_copies_of_buffers
 from memsave_recipes.activations.micro_batches import on_inner_tensors
 from memsave_recipes.activations.side_effects import SideEffects
 from memsave_recipes.errors import InputError
@@ -115,9 +122,11 @@ class Checkpoint:
         self.others = [None if isinstance(one, Tensor) else one for one in inputs]
         self.saved: Any = _Saved.apply(_ROOT, *inputs)  # type: ignore[no-untyped-call]
         self.random = RandomState.now(*inputs)
-        self.settings = _settings(self.random.device_type)
+        self.settings = Settings.now(*inputs)
+        self.early_stop = _torchs_checkpoint._enable_checkpoint_early_stop is not False
         self.places: list[weakref.ref[_Place]] = []
         self.next = 0  # of the places, in the second run
+        self.to_the_end = False
 
     def hooks(self) -> saved_tensors_hooks:
         """Around the first run."""
@@ -128,41 +137,61 @@ class Checkpoint:
         self.places.append(weakref.ref(place))
         return place
 
+    @contextmanager
+    def whole_or_nothing(self) -> Iterator[None]:
+        """Around a part of the first run: where it raises, its places are not in line."""
+        before = len(self.places)
+        try:
+            yield
+        except BaseException:
+            del self.places[before:]
+            raise
+
     def unpack_hook(self, place: "_Place") -> Tensor:
         """The tensor of a place, which holds it no longer."""
         if place.tensor is None:
-            self._run_again()
+            self._run_again(to_the_end=not self.early_stop or self._may_be_filled_late(place))
         tensor, place.tensor = place.tensor, None
         return cast(Tensor, tensor)
 
-    def _run_again(self) -> None:
+    def _may_be_filled_late(self, place: "_Place") -> bool:
+        """Whether the operator that asks for it fills a tensor after saving it: rule 4 of NOTE [ places in line ]."""
+        is_last = any(one() is place for one in self.places[-2:])
+        node = torch._C._current_autograd_node() if is_last else None
+        return node is not None and node.name().startswith("RreluWithNoise")
+
+    def _run_again(self, to_the_end: bool) -> None:
         pairs = zip(self.others, self.saved.grad_fn.saved_tensors, strict=True)
         inputs = [other if tensor is None else tensor for other, tensor in pairs]
-        outer, self.next = self.next, 0
+        outer, self.next = (self.next, self.to_the_end), 0
+        self.to_the_end = to_the_end
         now = RandomState.now(*inputs)
         try:
             self.random.restore()
-            others = self.settings - _settings(self.random.device_type)
-            settings = _set(others) if others else NOTHING
-            with saved_tensors_hooks(self._fill, _as_it_is), torch.enable_grad(), settings, self.around:
+            hooks = saved_tensors_hooks(self._fill, _as_it_is)
+            with hooks, torch.enable_grad(), self.settings.as_then(), self.around:
                 self.function(*inputs)
-            raise _other_tensors(f"{self.next} tensors, the first one {len(self.places)}")
+            if self.next < len(self.places):
+                raise _other_tensors(f"{self.next} tensors, the first one {len(self.places)}")
         except _AllSaved:
             pass
         finally:
             now.restore()
-            self.next = outer
+            self.next, self.to_the_end = outer
 
     def _fill(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        place = self.places[self.next]()
+        if self.next < len(self.places):
+            place = self.places[self.next]()
+            if place is not None:  # the graph still needs it
+                if place.shape != tensor.shape or place.dtype != tensor.dtype or place.device != tensor.device:
+                    forms = [f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (tensor, place)]
+                    raise _other_tensors("{}, the first one {}".format(*forms))
+                place.tensor = tensor
         self.next += 1
-        if place is not None:  # the graph still needs it
-            if place.shape != tensor.shape or place.dtype != tensor.dtype or place.device != tensor.device:
-                forms = [f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (tensor, place)]
-                raise _other_tensors("{}, the first one {}".format(*forms))
-            place.tensor = tensor
-        if self.next == len(self.places):
+        if self.to_the_end:
+            return tensor
+        if self.next >= len(self.places):
             raise _AllSaved
         return tensor
 
@@ -177,8 +206,8 @@ class _Place:
         self.tensor: Tensor | None = None
 
 
-class _AllSaved(Exception):
-    """Ends a second run, all that it is for being there."""
+class _AllSaved(BaseException):
+    """Ends a second run, all that it is for being there; no ``except Exception`` of a block holds it up."""
 
 
 def _other_tensors(what: str) -> CheckpointError:
@@ -205,8 +234,7 @@ class _Saved(torch.autograd.Function):
 _ROOT = torch.empty(0, requires_grad=True)
 
 
-@dataclass(frozen=True)
-class RandomState:
+class RandomState(NamedTuple):
     """Of the generators that a block may draw from: the CPU's, and those of its inputs' devices."""
 
     device_type: str
@@ -217,10 +245,12 @@ class RandomState:
     @classmethod
     def now(cls, *inputs: Any) -> "RandomState":
         """As it is for ``inputs``."""
-        kind = next((one.device.type for one in inputs if isinstance(one, Tensor) and one.device.type != "cpu"), None)
-        is_used = getattr(getattr(torch, kind or "cpu", None), "is_initialized", bool)
+        if all(one.is_cpu for one in inputs if isinstance(one, Tensor)):
+            return cls("cuda", torch.get_rng_state(), (), ())
+        kind = _device_type(inputs)
+        is_used = getattr(getattr(torch, kind), "is_initialized", bool)
         devices, states = get_device_states(*inputs) if is_used() else ((), ())
-        return cls(kind or "cuda", torch.get_rng_state(), devices, states)
+        return cls(kind, torch.get_rng_state(), devices, states)
 
     def restore(self) -> None:
         """Set it back."""
@@ -235,14 +265,39 @@ class RandomState:
             return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def _settings(device_type: str) -> set[Any]:
+class Settings(NamedTuple):
     """The default device, and of each kind of device what autocast does: on, to which type, and whether it keeps."""
-    casts = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-        for kind in (device_type, "cpu")
-        if torch.amp.is_autocast_available(kind)
-    ]
-    return {torch.get_default_device(), *casts}
+
+    kinds: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def now(cls, *inputs: Any) -> "Settings":
+        """As they are for ``inputs``."""
+        kinds = _kinds_of_autocast(_device_type(inputs))
+        return cls(kinds, _values_of(kinds))
+
+    def as_then(self) -> AbstractContextManager[Any]:
+        """Inside they are as they were."""
+        now = _values_of(self.kinds)
+        return NOTHING if now == self.values else _set(set(self.values) - set(now))
+
+
+def _values_of(kinds: tuple[str, ...]) -> tuple[Any, ...]:
+    caches = torch.is_autocast_cache_enabled()
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in kinds]
+    return torch.get_default_device(), *casts
+
+
+@cache
+def _kinds_of_autocast(device_type: str) -> tuple[str, ...]:
+    return tuple(filter(torch.amp.is_autocast_available, dict.fromkeys((device_type, "cpu"))))
+
+
+def _device_type(inputs: Iterable[Any]) -> str:
+    """That of the first tensor which is not on the CPU; without one that of most accelerators."""
+    types = (one.device.type for one in inputs if isinstance(one, Tensor))
+    return next((kind for kind in types if kind != "cpu"), "cuda")
 
 
 @contextmanager
@@ -269,17 +324,28 @@ class FrozenStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers = [layer for layer in batchnorm_layers(modules) if layer.track_running_stats]
+        layers = [layer for layer in batchnorm_layers(modules) if layer.track_running_stats]
+        self.layers = [layer for layer in layers if type(layer).forward in FORWARDS_OF_TORCH]
+        self.others = [layer for layer in layers if type(layer).forward not in FORWARDS_OF_TORCH]
         self.saved: list[tuple[float | None, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
+        _ONE_AT_A_TIME.acquire()
         self.saved = [(layer.momentum, layer.num_batches_tracked) for layer in self.layers]
         for layer in self.layers:
             layer.momentum, layer.num_batches_tracked = 0.0, _nothing_counted(layer)
+        self.copies = on_copies_of_buffers(self.others)
+        self.copies.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         for layer, (momentum, num_batches_tracked) in zip(self.layers, self.saved, strict=True):
             layer.momentum, layer.num_batches_tracked = momentum, num_batches_tracked
+        self.copies.__exit__(None, None, None)
+        _ONE_AT_A_TIME.release()
+
+
+_ONE_AT_A_TIME = RLock()
+"""Two threads may run backwards of one model."""
 
 
 def _nothing_counted(layer: _BatchNorm) -> torch.Tensor | None:
@@ -305,19 +371,17 @@ class Modules(tuple[nn.Module, ...]):
 
 
 def modules_that_share(model: nn.Module, stacks: Iterable[Collection[Collection[nn.Module]]]) -> frozenset[nn.Module]:
-    """Modules of blocks whose weights another module has too, or which a loop may run again and again.
+    """Modules of blocks that leave autocast's cache alone: rule 2 of NOTE [ casts of weights ].
 
     Args:
-        stacks: of each stack and block, the modules. A stack of one block may be such a loop.
+        stacks: of each stack and block, the modules. A stack of one block may be a loop that runs it again and again.
     """
     holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    return frozenset(
-        module
-        for blocks in stacks
-        for modules in blocks
-        for module in modules
-        if len(blocks) == 1 or any(holders[id(weight)] > 1 for weight in module.parameters())
-    )
+    blocks = [(modules, len(blocks) == 1) for blocks in stacks for modules in blocks]
+    everything = frozenset(module for modules, _ in blocks for module in modules)
+    if any(holders[id(weight)] > 1 for module in everything for weight in module.parameters()):
+        return everything
+    return frozenset(module for modules, is_alone in blocks if is_alone for module in modules)
 
 
 KEEPS_CASTS = (Action.KEEP, Action.COMPILE)

@@ -1,14 +1,7 @@
 """The forwards that replace a model's own while a plan is applied.
 
 They are objects that hold the modules they run, so that a deep copy of the model (an EMA, say) runs the copy's own
-modules. Without gradients (evaluation, generation) the model runs as if there were no plan.
-
-NOTE [ caches ]
-1. A second run would fill a key-value cache a second time, so every run gets a copy of it, as empty or as filled (with
-   a prefix, say) as it was when the model called the layer. Leaving it out would do for most layers; but keys that went
-   through a cache have another memory layout, and attention may round otherwise.
-2. Caches of states that a layer computes with, as those of Mamba, are refused by name: with one the same layer takes
-   another path, which rounds otherwise.
+modules. When the model runs as if there were no plan is in ``planned_forward.py``.
 
 NOTE [ nested spans ]
 A span under ``RECOMPUTE_NESTED`` keeps its input. Its second run keeps no more than the input of each block, and a
@@ -26,151 +19,41 @@ NOTE [ one checkpoint for several calls ]
    (hidden states in a loss, the features of a tower) has the right values and gradients, and layers may be left out.
 3. The second run passes each layer the output of the one before. Only a call that is given that very tensor, unchanged,
    and that comes later in the span joins the calls before it; any other one begins a span of its own.
-4. Where the model draws random numbers between two layers, the second run begins the later one where it began.
+4. Where the model draws random numbers between two layers, or runs them under other settings of autocast, the second
+   run begins the later one where it began.
 5. Autograd alone keeps a span alive. Known limit: a layer that takes the output of an earlier one of its span besides
    the state makes a cycle with the graph, which a backward opens and nothing else does.
 """
 
-import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from memsave_recipes.activations.arguments import split_call
 from memsave_recipes.activations.blocks import Block, SequentialStack
 from memsave_recipes.activations.micro_batches import on_inner_tensors
 from memsave_recipes.activations.offload import offload
+from memsave_recipes.activations.planned_forward import PlannedForward
 from memsave_recipes.activations.recompute import (
     BlockRuns,
     Checkpoint,
     Modules,
     RandomState,
+    Settings,
     recompute,
     select_ops,
     statistics_once,
 )
-from memsave_recipes.activations.side_effects import CONTAINERS, PLAIN, SideEffects, copied
+from memsave_recipes.activations.side_effects import SideEffects
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
-
-CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-
-
-@dataclass
-class LayerCall:
-    """``method`` with its arguments but the state, which is passed by position or as ``keyword``.
-
-    The first run gets the lists and dicts that the model gave, and may change them; later ones get copies of what was
-    in them: NOTE [ side effects ].
-    """
-
-    method: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    keyword: str | None = None
-    takes_list: bool = False
-    ran: bool = False
-
-    def __post_init__(self) -> None:
-        self.is_plain = all(map(_is_plain, chain(self.args, self.kwargs.values())))
-        self.before = None if self.is_plain else (copied(self.args), copied(self.kwargs))
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """The arguments but the state."""
-        return self.args, self.kwargs
-
-    def __call__(self, *state: Any) -> Any:
-        """The output of the layer for a state: one tensor, or several, which a dense layer takes as a list."""
-        flowing = (list(state),) if self.takes_list else state
-        args, kwargs = (self.args, self.kwargs) if self.is_plain else self._own_arguments()
-        if self.keyword is None:
-            return self.method(*flowing, *args, **kwargs)
-        return self.method(*args, **{self.keyword: flowing[0]}, **kwargs)
-
-    def _own_arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        args, kwargs = copied(self.before) if self.ran else (self.args, self.kwargs)
-        self.ran = True
-        return [_own_copy(value) for value in args], {name: _own_copy(value) for name, value in kwargs.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether no run can change an argument but by writing on a tensor."""
-    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, (Tensor, *PLAIN))
-
-
-def split_call(
-    module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[LayerCall, tuple[Any, ...]]:
-    """The call ``method(*args, **kwargs)`` of a layer, and the state that goes through it.
-
-    The state is the first positional argument; without one, the first parameter or else the first tensor. There is none
-    in a dict, which is an argument as any other.
-
-    Raises:
-        InputError: there is a cache of states, by NOTE [ caches ].
-    """
-    names = _parameter_names(getattr(type(module), getattr(method, "__name__", ""), type(module).forward))
-    kwargs = {name: _checked(module, name, value) for name, value in kwargs.items()}
-    if not args:
-        tensors = (name for name in (*names[:1], *kwargs) if isinstance(kwargs.get(name), Tensor))
-        keyword = next(tensors, None)
-        state = () if keyword is None else (kwargs.pop(keyword),)
-        return LayerCall(method, (), kwargs, keyword), state
-    first = () if not isinstance(args[0], dict) else args[:1]
-    others = first + tuple(
-        _checked(module, names[position] if position < len(names) else "", value)
-        for position, value in enumerate(args[1:], start=1)
-    )
-    takes_list = isinstance(args[0], list)
-    if first:
-        return LayerCall(method, others, kwargs), ()
-    return LayerCall(method, others, kwargs, takes_list=takes_list), tuple(args[0]) if takes_list else args[:1]
-
-
-@cache
-def _parameter_names(method: Callable[..., Any]) -> tuple[str, ...]:
-    """Of a class's method, without ``self``."""
-    return tuple(inspect.signature(method).parameters)[1:]
-
-
-def _checked(module: nn.Module, name: str, value: Any) -> Any:
-    """An argument of a layer, by NOTE [ caches ]."""
-    if name == "use_cache":
-        return False
-    if value is None or type(value) is tuple or (isinstance(value, Tensor) and name not in CACHE_NAMES):
-        return value
-    if any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
-        raise InputError(
-            f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
-            "call the model with use_cache=False, or set model.config.use_cache = False"
-        )
-    can_be_copied = _is_cache(value) or isinstance(value, (tuple, *CONTAINERS))
-    return None if name in CACHE_NAMES and not can_be_copied else _own_copy(value)
-
-
-def _is_cache(value: Any) -> bool:
-    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
-
-
-def _own_copy(value: Any) -> Any:
-    """A cache that a run may fill; anything else as it is."""
-    if not _is_cache(value):
-        return value
-    own = copy.copy(value)
-    for name, part in vars(value).items():
-        if isinstance(part, list):
-            setattr(own, name, [copy.copy(layer) for layer in part])
-        elif isinstance(part, dict) or _is_cache(part):
-            setattr(own, name, _own_copy(part) if _is_cache(part) else dict(part))
-    return own
 
 
 @dataclass
@@ -203,7 +86,7 @@ class _Calls:
     """The calls of a span so far, in order."""
 
     num_layers: int
-    calls: list[tuple[Callable[..., Any], RandomState | None]] = field(default_factory=list)
+    calls: list[tuple[Callable[..., Any], RandomState | None, Settings]] = field(default_factory=list)
     position: int = -1  # of the last one
     checkpoint: weakref.ref[Checkpoint] | None = None  # which holds this object
     returned: "weakref.ref[Tensor] | None" = None
@@ -212,10 +95,11 @@ class _Calls:
 
     def __call__(self, *state: Any) -> None:
         """The second run: all calls."""
-        for call, random_state in self.calls:
+        for call, random_state, settings in self.calls:
             if random_state is not None:
                 random_state.restore()
-            state = (call(*state),)
+            with settings.as_then():
+                state = (call(*state),)
 
     def checkpoint_for(self, position: int, state: Tensor) -> Checkpoint | None:
         """The checkpoint, if a call of the layer at ``position`` with ``state`` can join: rule 3 of the NOTE."""
@@ -224,11 +108,15 @@ class _Calls:
 
     def run(self, checkpoint: Checkpoint, position: int, call: Callable[..., Any], state: Tensor) -> Any:
         """Run the layer at ``position``, and record it for the second run."""
-        began = RandomState.now(state)
+        began, settings = RandomState.now(state), Settings.now(state)
         moved = self.random_state is not None and not began.equals(self.random_state)
-        self.calls.append((call, began if moved else None))
-        with checkpoint.hooks():
-            returned = call(state)
+        self.calls.append((call, began if moved else None, settings))
+        try:
+            with checkpoint.hooks(), checkpoint.whole_or_nothing():
+                returned = call(state)
+        except BaseException:
+            self.calls.pop()
+            raise
         self.position = position
         self.random_state = RandomState.now(state) if position + 1 < self.num_layers else None
         if isinstance(returned, Tensor):
@@ -328,6 +216,13 @@ class SpannedBlocks:
             state = recompute(run, *state, modules=block.modules) if run else block.run(*state)
         return state
 
+    def compiled(self, *state: Any) -> Any:
+        """State in, state out, for a compiler that reads this code."""
+        for block in self.blocks:
+            keeps = RUN[self.action] in (keep, offload)
+            state = block.run(*state) if keeps else checkpoint(block.run, *state, use_reentrant=False)
+        return state
+
     @cached_property
     def modules(self) -> list[Modules]:
         """From each block on."""
@@ -341,34 +236,64 @@ class SpannedBlocks:
 
 
 @dataclass
-class SpannedSequence:
-    """The forward of a ``SequentialStack``'s root under a plan."""
+class SpannedSequence(PlannedForward):
+    """The forward of a ``SequentialStack``'s root under a plan.
+
+    A ``method`` that somebody has put on the instance, as Accelerate does for autocast, runs around the spans: it finds
+    them where ``nn.Sequential`` looks for its children.
+    """
 
     sequence: SequentialStack
     spans: list[SpannedBlocks]
+    method: Callable[..., Any]
 
-    def __call__(self, input: Tensor) -> Tensor:
-        """The output of the root's own forward, which has the same parameter."""
-        if not torch.is_grad_enabled():
-            output: Tensor = type(self.sequence.root).forward(self.sequence.root, input)
-            return output
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the root's own forward, which has one parameter."""
+        if self._is_own_forward():
+            (input,) = (*args, *kwargs.values())
+            return self.run_spans(input)
+        root = self.sequence.root
+        children = root._modules
+
+        def run_spans(input: Tensor) -> Tensor:
+            root._modules = children
+            return self.run_spans(input)
+
+        root._modules = {"": run_spans}  # type: ignore[dict-item]
+        try:
+            return self.method(*args, **kwargs)
+        finally:
+            root._modules = children
+
+    def _is_own_forward(self) -> bool:
+        return getattr(self.method, "__func__", None) is nn.Sequential.forward
+
+    def run_spans(self, input: Tensor) -> Tensor:
+        """The output of the last one."""
         state: tuple[Tensor, ...] = (input,)
         for span in self.spans:
             state = span(*state)
         return state[0]
 
+    def compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Each block that does not keep everything under torch's own checkpoint."""
+        if not self._is_own_forward():
+            return self.method(*args, **kwargs)
+        state = (*args, *kwargs.values())
+        for span in self.spans:
+            state = span.compiled(*state)
+        return state[0]
+
 
 @dataclass
-class NestedPart:
+class NestedPart(PlannedForward):
     """A method of a part of a block, which recomputes by itself when the block does."""
 
     module: nn.Module
     method: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the part's own method."""
-        if not torch.is_grad_enabled():
-            return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
         return recompute(self.effects.once(call), *state, modules=self.modules)
 
@@ -384,7 +309,7 @@ class NestedPart:
 
 
 @dataclass
-class SpannedLayer:
+class SpannedLayer(PlannedForward):
     """The forward of a layer that the model calls, by itself under one action."""
 
     name: str
@@ -400,14 +325,12 @@ class SpannedLayer:
         """The layer."""
         return Modules([self.module])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the layer's own forward.
 
         Raises:
             InputError: it is to run in micro-batches, and takes tensors besides the one that flows from layer to layer.
         """
-        if not torch.is_grad_enabled():
-            return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
         if self.action.kind.micro_batches_of and _has_tensors(call.given):
             raise InputError(
@@ -420,13 +343,18 @@ class SpannedLayer:
         run = partial(runner, recorded, modules=self.modules, **self.options)
         return self.watch(self.name, run, state, call.given)
 
+    def compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of all, but for actions that run nothing again."""
+        keeps = RUN[self.action] in (keep, offload)
+        return self.method(*args, **kwargs) if keeps else PlannedForward.compiled(self, *args, **kwargs)
+
 
 def _has_tensors(values: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(values))
 
 
 @dataclass
-class LayerInSpan:
+class LayerInSpan(PlannedForward):
     """The forward of a layer that the model calls, and that recomputes together with its neighbours."""
 
     name: str
@@ -443,10 +371,8 @@ class LayerInSpan:
         """The layer."""
         return Modules([self.module])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the layer's own forward."""
-        if not torch.is_grad_enabled():
-            return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
         run = recorded = self.runs.recorded(call, self.name, action=self.action, modules=self.modules)
         if need_gradients((*state, call.given), self.modules):

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from memsave_recipes.activations.arguments import LayerCall, split_call
+from memsave_recipes.activations.block_state import is_cache
+from memsave_recipes.activations.planned_forward import PlannedForward
 from memsave_recipes.activations.recompute import BlockRuns
-from memsave_recipes.activations.spans import CACHE_NAMES, RUN, LayerCall, split_call
+from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.tiled_attention import KeysSoFar, NotInTiles, TiledAttention
 from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, in_tiles, is_norm_of_a_token
 from memsave_recipes.plans import Action
@@ -80,19 +83,23 @@ _NOTHING = torch.empty(0)
 
 
 @dataclass
-class NormLater:
+class NormLater(PlannedForward):
     """The forward of a norm."""
 
     module: nn.Module
     method: Callable[[Tensor], Tensor]
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """The norm of (..., H), or what it is the norm of."""
-        return Unnormed.of(tokens, self) if torch.is_grad_enabled() else self.method(tokens)
+    def planned(self, tokens: Tensor) -> Tensor:
+        """What it is the norm of: (..., H)."""
+        return Unnormed.of(tokens, self)
+
+    def compiled(self, tokens: Tensor) -> Tensor:
+        """The norm of (..., H)."""
+        return self.method(tokens)
 
 
 @dataclass
-class AttentionBlock:
+class AttentionBlock(PlannedForward):
     """The forward of an attention that runs again from the input of its norm, on the host meanwhile.
 
     Args:
@@ -108,10 +115,8 @@ class AttentionBlock:
     num_tokens: int
     runs_in_tiles: bool = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the attention's own forward."""
-        if not torch.is_grad_enabled():
-            return self.method(*args, **kwargs)
         call, (tokens,) = split_call(self.module, self.method, args, kwargs)
         norm = tokens.later if isinstance(tokens, Unnormed) else None
         tokens = tokens.source if isinstance(tokens, Unnormed) else tokens
@@ -158,7 +163,7 @@ class _TileCall:
         """(B, L, H) to the same."""
         cut = partial(_of_tile, so_far.start, rows.shape[1], self.length)
         args, kwargs = tree_map_only(Tensor, cut, (self.whole.args, self.whole.kwargs))
-        if any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        if any(map(is_cache, (*args, *kwargs.values()))):
             raise NotInTiles
         found = _after(self.norm, replace(self.whole, args=args, kwargs={**kwargs, KEYS: so_far}), rows)
         output, *others = found if isinstance(found, tuple) else (found,)
@@ -182,17 +187,15 @@ def _after(norm: NormLater | None, call: Callable[[Tensor], Any], tokens: Tensor
 
 
 @dataclass
-class MlpBlock:
+class MlpBlock(PlannedForward):
     """The forward of an MLP that runs in tiles, with its norm, from an input on the host."""
 
     module: nn.Module
     method: Callable[[Tensor], Tensor]
     num_tokens: int
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def planned(self, tokens: Tensor) -> Tensor:
         """(..., H) to the same."""
-        if not torch.is_grad_enabled():
-            return self.method(tokens)
         run = TiledForward(Mlp(self.module, None), self.method, self.num_tokens)
         if isinstance(tokens, Unnormed):
             normed = _NormedMlp(tokens.later, self)

@@ -283,7 +283,7 @@ class _Proof:
         return agree(verdict if verdict.passed else replace(verdict, status="unproven", note=note))
 
     def run_plain(self) -> Outcome:
-        with _plan_removed(self.handle):
+        with self.handle.paused():
             return self._run()
 
     def run_planned(self) -> Outcome:
@@ -298,7 +298,7 @@ class _Proof:
     def run_plain_in_float64(self) -> Outcome:
         """Run in float64; an error where there is no memory, or an operator does not support it."""
         try:
-            with _plan_removed(self.handle):
+            with self.handle.paused():
                 inner = without_wrapper(self.model)
                 twin = copy.deepcopy(inner).double()
                 twin.register_forward_pre_hook(_inputs_to_float64, with_kwargs=True)
@@ -328,18 +328,6 @@ class _Proof:
         counted = self.handle.blocks if is_bitwise else ()
         with reducer_of_its_own(self.model), count_block_runs(counted) as runs:
             return replace(capture(self.model, self.step(), self.state), block_runs=dict(runs))
-
-
-@contextmanager
-def _plan_removed(handle: PlanHandle) -> Iterator[None]:
-    """Take the plan off the model meanwhile."""
-    applied = [(module, attribute, module.__dict__[attribute]) for module, attribute, _ in handle.replaced]
-    handle.remove()
-    try:
-        yield
-    finally:
-        for module, attribute, value in applied:
-            handle.replace(module, attribute, value)
 
 
 def _has_nondeterministic_kernels(device: torch.device) -> bool:

@@ -25,8 +25,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memsave_recipes.activations.arguments import split_call
 from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.activations.spans import split_call
 from memsave_recipes.plans import Plan, Span
 from memsave_recipes.profiling.block_costs import Workload, action_of
 from memsave_recipes.profiling.preserve_state import replaced

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from memsave_recipes.activations.side_effects import CONTAINERS, OF_TORCH
+from memsave_recipes.activations.block_state import CONTAINERS, OF_TORCH
 from memsave_recipes.activations.streaming import stream_of
 from memsave_recipes.sharding.tensors import local
 

@@ -5,8 +5,10 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
+from memsave_recipes.activations import recompute as recompute_
 from memsave_recipes.activations.recompute import recompute
 
 
@@ -88,6 +90,45 @@ def test_the_second_run_finds_autocast_and_the_default_device_of_the_first(x, of
         output.backward(torch.ones((), device="cpu"))
     assert seen[0] == seen[1]
     assert seen[0][0] is not of_backward
+
+
+@pytest.mark.parametrize("lower", [0.1, -0.5])
+@pytest.mark.parametrize("function", [lambda x, **k: F.rrelu(x, **k), lambda x, **k: F.rrelu(x * 2, **k) * 3])
+def test_noise_that_is_filled_after_it_is_saved_is_the_first_one(x, function, lower):
+    """In memory that held other numbers."""
+    gradients = []
+    for run in (recompute, lambda function, *inputs, modules: function(*inputs)):
+        torch.manual_seed(0)
+        output = run(lambda x: function(x - 0.5, lower=lower, upper=0.6, training=True), x, modules=[])
+        held = [torch.full((8,), float("nan")) for _ in range(64)]
+        del held
+        gradients += torch.autograd.grad(output.sum(), x)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_the_second_run_goes_on_to_its_end_if_torch_is_told_so(x, stops_early):
+    ends = []
+    with set_checkpoint_early_stop(stops_early):
+        output = recompute(lambda x: (plain(x), ends.append(1))[0], x, modules=[])
+    output.sum().backward()
+    assert len(ends) == (1 if stops_early else 2)
+
+
+def test_no_except_of_a_block_holds_the_end_up(x):
+    def careful(x):
+        try:
+            return plain(x)
+        except:  # noqa: E722
+            return x.sqrt()
+
+    (gradient,) = torch.autograd.grad(recompute(careful, x, modules=[]).sum(), x)
+    assert torch.equal(gradient, *torch.autograd.grad(plain(x).sum(), x))
+
+
+def test_no_device_is_asked_for_numbers_that_no_input_is_on(x, monkeypatch):
+    monkeypatch.setattr(recompute_, "get_device_states", lambda *inputs: pytest.fail("asked"))
+    recompute(plain, x, modules=[]).sum().backward()
 
 
 def test_an_error_leaves_no_hooks_behind(x):

@@ -1,0 +1,391 @@
+"""What the modules of a block hold beside their weights: found before its first run, put back around each later one.
+
+NOTE [ block state ]
+1. Found are the attributes of the modules and of their classes, the contents of lists, dicts and sets among these,
+   hooks, submodules, which tensors are weights and buffers, which weights need gradients, and the random numbers of
+   Python and numpy where a block draws them. It takes a copy of some dictionaries, so every run is looked at.
+2. A later run begins with what the first one found, whoever has changed it since. Afterwards all is as it was before
+   that run, also where an exception ended it half-way.
+3. Tensors are put back by identity alone. Who writes on one is refused: NOTE [ side effects ] in ``side_effects.py``.
+4. BatchNorm's momentum and statistics are left out: NOTE [ statistics once ] in ``recompute.py``. Where its forward is
+   not torch's, or it has other buffers, a later run gets copies of what they were. Left out are weights in shards,
+   too, which FSDP2 gathers and frees around a module.
+5. Python's and numpy's random numbers are looked at in the first run of all, and afterwards in each run of a block that
+   drew then, or whose classes are defined in a module that imports ``random`` or ``numpy``: a look takes 40 us.
+"""
+
+import copy
+import random
+import sys
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
+
+CONTAINERS = (list, dict, set, deque, UserDict)
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+OF_HOOKS = [name for name in OF_TORCH if "ward" in name and "hooks" in name]
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+FORWARDS_OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+"""Of BatchNorm layers whose second run counts nothing; those of a user may count in any way."""
+CONSTANT = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.ReLU, nn.GELU, nn.SiLU)
+"""Modules whose forward reads weights and constants: where they have no other attribute, none is looked at."""
+ABSENT = object()
+_values: Any = dict.values
+_needs_gradient = attrgetter("requires_grad")
+
+
+def _state_of_numpy() -> tuple[Any, ...]:
+    """As values that can be compared."""
+    kind, keys, *others = np.random.get_state()
+    return kind, np.asarray(keys).tobytes(), *others
+
+
+def _set_state_of_numpy(state: tuple[Any, ...]) -> None:
+    kind, keys, *others = state
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *others))
+
+
+RANDOM: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[tuple[Any, ...]], None]]] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (_state_of_numpy, _set_state_of_numpy),
+}
+"""The generators that all blocks share and torch does not put back: how their states are read and set."""
+
+
+def random_numbers() -> dict[str, Any]:
+    """The states of the generators in ``RANDOM``."""
+    return {name: get() for name, (get, _) in RANDOM.items()}
+
+
+def set_random_numbers(states: dict[str, Any]) -> None:
+    """Set some of them back."""
+    for name, state in states.items():
+        RANDOM[name][1](state)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a key-value cache of transformers, or one like it."""
+    return not isinstance(value, (Tensor, type)) and hasattr(value, "get_seq_length")
+
+
+def copied(value: Any) -> Any:
+    """``value`` with containers and caches of its own, and the tensors and objects that were in them."""
+    if type(value) is tuple:
+        return tuple(map(copied, value))
+    if is_cache(value):
+        own = copy.copy(value)
+        vars(own).update({name: _copied_part(part) for name, part in vars(value).items()})
+        return own
+    if not isinstance(value, CONTAINERS):
+        return value
+    try:
+        own = copy.copy(value)
+    except Exception:  # of a class that refuses to change, so that nobody changes it
+        return value
+    if isinstance(own, UserDict):
+        own.data = copied(own.data)
+    elif isinstance(own, dict):
+        for key, one in own.items():
+            dict.__setitem__(own, key, copied(one))
+    elif not isinstance(own, set):
+        for index, one in enumerate(own):
+            own[index] = copied(one)
+    return own
+
+
+def _copied_part(part: Any) -> Any:
+    """Of a cache: its layers, each of which holds keys and values."""
+    return [copy.copy(layer) for layer in part] if isinstance(part, list) else copied(part)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether a container holds what its copy holds: the same objects, or equal numbers and words."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, UserDict):
+        return _is_same(now.data, before.data)
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(_is_same(now[key], before[key]) for key in now)
+    if isinstance(now, list | tuple | deque):
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    return isinstance(now, set | int | float | str | bytes) and now == before
+
+
+class _Attributes:
+    """Of a class, all but its methods and what Python keeps there; of BatchNorm, all but what counts once."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.held = owner, vars(owner)
+        self.size, self.names = -1, list[str]()
+
+    def __len__(self) -> int:
+        if len(self.held) != self.size:
+            is_looked_at = _is_data if isinstance(self.owner, type) else _is_not_counted
+            self.size, self.names = len(self.held), [one for one in self.held if is_looked_at(one, self.held[one])]
+        return len(self.names)
+
+    def copy(self) -> dict[str, Any]:
+        """As ``dict.copy``."""
+        return {name: self.held[name] for name in self.names if name in self.held} if len(self) else {}
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
+
+
+def _is_not_counted(name: str, value: Any) -> bool:
+    return name != "momentum"
+
+
+Space = dict[str, Any] | _Attributes
+"""Where names stand for values: the ``vars`` of a module or class, or a dictionary that torch keeps of a module."""
+
+
+def _set(space: Space, name: str, value: Any) -> None:
+    if isinstance(space, _Attributes) and isinstance(space.owner, type):
+        if value is not ABSENT:
+            setattr(space.owner, name, value)
+        elif name in space.held:
+            delattr(space.owner, name)
+        return
+    held = space.held if isinstance(space, _Attributes) else space
+    if value is ABSENT:
+        held.pop(name, None)
+    else:
+        held[name] = value
+
+
+class Change(NamedTuple):
+    """A name that stands for another value than it did ``before``; ``ABSENT`` where it stood for none."""
+
+    space: Space
+    name: str
+    before: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a block holds at one moment."""
+
+    spaces: list[Space]
+    values: list[dict[str, Any]]
+    contents: list[tuple[Space, str, Any, Any]]  # of containers: where it is, it, and a copy
+    weights: list[Tensor]
+    need_gradients: list[bool]
+    random: dict[str, Any]
+    buffers: list[tuple[nn.Module, str, Tensor | None]]  # copies: BatchNorm's, but for what torch's own forward counts
+
+
+class BlockState:
+    """Finds and puts back what the modules of a block hold: NOTE [ block state ].
+
+    Args:
+        modules: of the block.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self.look_through()
+        self.draws = any(map(_may_draw, _classes(self.layers)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which finds its own modules when it first runs."""
+        return {"modules": self.modules, "draws": self.draws, "dicts": None}
+
+    def look_through(self) -> None:
+        """Find the modules and what they hold; again after a run that has added some."""
+        self.layers = list(dict.fromkeys(layer for module in self.modules for layer in module.modules()))
+        self.is_sharded = any(isinstance(layer, FSDPModule) for layer in self.layers)
+        others = [_Attributes(kind) for kind in _classes(self.layers)]
+        self.owners: list[tuple[Space, nn.Module | type]] = [(space, space.owner) for space in others]
+        self.batchnorm_buffers: list[tuple[nn.Module, str]] = []
+        dicts, hooks = list[dict[str, Any]](), list[dict[str, Any]]()
+        self.tensor_dicts: list[tuple[nn.Module, str, dict[str, Tensor | None]]] = []
+        for layer in self.layers:
+            attributes = vars(layer)
+            parts = {"module": attributes["_modules"]}
+            parts |= {} if self.is_sharded else {"parameter": attributes["_parameters"]}
+            if isinstance(layer, _BatchNorm):
+                others.append(_Attributes(layer))
+                self.owners.append((others[-1], layer))
+                counted = STATISTICS if type(layer).forward in FORWARDS_OF_TORCH else ()
+                self.batchnorm_buffers += [(layer, name) for name in layer._buffers if name not in counted]
+            else:
+                parts["buffer"] = attributes["_buffers"]
+                self.owners.append((attributes, layer))
+                if not _is_constant(layer):
+                    dicts.append(attributes)
+            dicts += parts.values()
+            self.tensor_dicts += [(layer, kind, held) for kind, held in parts.items() if kind != "module"]
+            hooks += [attributes[name] for name in OF_HOOKS]
+        self.dicts: Any = [held for held in dicts if held]
+        self.others: list[Space] = [held for held in others if held]
+        spaces: list[Space] = [*dicts, *others]
+        self.mostly_empty: list[Space] = [*hooks, *(space for space in spaces if not space)]
+        self.parts = {id(held) for held in (*dicts, *hooks)} - {id(vars(layer)) for layer in self.layers}
+        self.weights = [one for _, kind, _, one in self.tensors() if kind == "parameter" and not is_lazy(one)]
+        own = [(space, *item) for space, _ in self.owners for item in held_in(space).items() if item[0] not in OF_TORCH]
+        self.containers = [(space, name) for space, name, value in own if isinstance(value, CONTAINERS)]
+        self.watched = [(space, name) for space, name, value in own if isinstance(value, (Tensor, tuple, *CONTAINERS))]
+
+    def tensors(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+        """Parameters and buffers with owner, kind and name; not BatchNorm's statistics, nor weights in shards."""
+        for layer, kind, held in self.tensor_dicts:
+            yield from ((layer, kind, name, tensor) for name, tensor in held.items() if tensor is not None)
+
+    def attributes(self) -> Iterator[tuple[nn.Module | type, str, Any]]:
+        """Those that are not torch's, with their owners and names."""
+        for space, owner in self.owners:
+            yield from ((owner, *item) for item in held_in(space).items() if item[0] not in OF_TORCH)
+
+    def find(self) -> Found:
+        """What they hold now."""
+        if self.dicts is None:
+            self.look_through()
+        others = self.others
+        if any(self.mostly_empty):
+            others = others + [held for held in self.mostly_empty if held]
+        contents = [
+            (space, name, held, copied(held))
+            for space, name in self.containers
+            if isinstance(held := held_in(space).get(name), CONTAINERS)
+        ]
+        return Found(
+            [*self.dicts, *others],
+            [*map(dict.copy, self.dicts), *[space.copy() for space in others]],
+            contents,
+            self.weights,
+            [*map(_needs_gradient, self.weights)],
+            random_numbers() if self.draws else {},
+            [(layer, name, clone_of(layer._buffers[name])) for layer, name in self.batchnorm_buffers],
+        )
+
+    def changes(self, found: Found) -> list[Change]:
+        """The names that stand for other values now."""
+        spaces, values = found.spaces, found.values
+        if any(self.mostly_empty):
+            filled = [one for one in self.mostly_empty if one and not any(one is space for space in spaces)]
+            spaces, values = [*spaces, *filled], [*values, *[{} for _ in filled]]
+        now = [space if type(space) is dict else held_in(space) for space in spaces]
+        if [*map(len, now)] == [*map(len, values)] and all(map(is_, _all_values(now), _all_values(values))):
+            return []
+        return [
+            Change(space, name, before.get(name, ABSENT))
+            for space, held, before in zip(spaces, now, values, strict=True)
+            for name in dict.fromkeys(chain(before, held))
+            if held.get(name, ABSENT) is not before.get(name, ABSENT)
+        ]
+
+    def run_with(self, found: Found, function: Callable[..., Any], *inputs: Any) -> Any:
+        """``function(*inputs)`` with what was found; afterwards all is as it was before."""
+        changes = self.changes(found)
+        if any(map(self._is_new, changes)):
+            self.look_through()
+        is_simple = not (changes or found.contents or found.random or found.buffers)
+        now = found if is_simple else self.find()
+        buffers = [(layer, name, layer._buffers[name]) for layer, name, _ in found.buffers]
+        self._set(found, changes)
+        for layer, name, buffer in found.buffers:
+            layer._buffers[name] = clone_of(buffer)
+        for space, name, _, content in found.contents:
+            _set(space, name, copied(content))
+        try:
+            return function(*inputs)
+        finally:
+            for layer, name, buffer in buffers:
+                layer._buffers[name] = buffer
+            self.put_back(now)
+
+    def _is_new(self, change: Change) -> bool:
+        is_watched = isinstance(held_in(change.space).get(change.name), (Tensor, tuple, nn.Module, *CONTAINERS))
+        known = ((space is change.space, name) for space, name in self.watched)
+        return is_watched and (True, change.name) not in known
+
+    def has_other_parts(self, found: Found) -> bool:
+        """Whether they have other submodules, parameters, buffers or hooks than those that were found."""
+        return any(id(change.space) in self.parts for change in self.changes(found))
+
+    def put_back(self, found: Found) -> None:
+        """What was found, but for the contents of containers."""
+        self._set(found, self.changes(found))
+
+    def undo(self, found: Found) -> list[Change]:
+        """Put back what was found, and return what had changed."""
+        changes = self.changes(found)
+        changes += [
+            Change(space, name, content) for space, name, held, content in found.contents if not _is_same(held, content)
+        ]
+        self._set(found, changes)
+        return changes
+
+    def _set(self, found: Found, changes: Iterable[Change]) -> None:
+        for space, name, value in changes:
+            _set(space, name, value)
+        if found.need_gradients != [*map(_needs_gradient, found.weights)]:
+            for weight, needs_gradient in zip(found.weights, found.need_gradients, strict=True):
+                weight.requires_grad_(needs_gradient)
+        set_random_numbers(found.random)
+
+
+def _is_constant(layer: nn.Module) -> bool:
+    names: Any = layer.__constants__ if type(layer) in CONSTANT else ()
+    return type(layer) in CONSTANT and vars(layer).keys() - OF_TORCH <= set(names)
+
+
+def held_in(space: Space) -> Mapping[str, Any]:
+    """The names of a space and what they stand for."""
+    return space if isinstance(space, dict) else space.copy()
+
+
+def _all_values(held: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(_values, held))
+
+
+def clone_of(tensor: Tensor | None) -> Tensor | None:
+    """A copy that no graph and no dispatch mode knows of."""
+    with torch.no_grad(), _disable_current_modes():
+        return None if tensor is None else tensor.clone()
+
+
+@contextmanager
+def on_copies_of_buffers(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these layers write on copies."""
+    buffers = [(layer._buffers, layer._buffers.copy()) for layer in layers]
+    for held, before in buffers:
+        held.update({name: clone_of(buffer) for name, buffer in before.items()})
+    try:
+        yield
+    finally:
+        for held, before in buffers:
+            held.update(before)
+
+
+def _classes(layers: Iterable[nn.Module]) -> list[type]:
+    """The classes of ``layers`` and those that they inherit from, but for torch's and Python's."""
+    found = dict.fromkeys(kind for layer in layers for kind in type(layer).__mro__)
+    return [kind for kind in found if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")]
+
+
+def _may_draw(kind: type) -> bool:
+    """Whether the module that defines a class has Python's or numpy's random numbers at hand."""
+    names = vars(sys.modules.get(kind.__module__, random)).values()
+    return any(one is random or one is np or one is np.random or _draws(one) for one in names)
+
+
+def _draws(one: Any) -> bool:
+    return isinstance(getattr(one, "__self__", None), random.Random | np.random.RandomState)
