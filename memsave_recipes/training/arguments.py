@@ -1,6 +1,5 @@
 """The flags that every recipe shares, each checked when it is read."""
 
-import json
 import os
 from dataclasses import dataclass, field
 from inspect import signature
@@ -16,6 +15,7 @@ from memsave_recipes.exact.settings import ExactSettings
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import FULL, NONE
 from memsave_recipes.step.settings import AUTO, OptimizerSettings
+from memsave_recipes.text import read_json
 
 Schedule = Literal[
     "linear",
@@ -33,6 +33,8 @@ Schedule = Literal[
 GIVEN_TO_SCHEDULES = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 WITHOUT_ARGUMENTS = {"constant", "constant_with_warmup"}
 """Schedules to which transformers hands no further arguments."""
+FLOORS = {"min_lr_rate": "share", "min_lr_ratio": "share", "min_lr": "rate", "lr_end": "rate"}
+"""Arguments of schedules that are the lowest rate, or its share of ``--learning_rate``."""
 MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
@@ -398,10 +400,12 @@ class OptimizerArguments(OptimizerSettings):
             return
         flag, value, kind = "--lr_scheduler_kwargs", self.lr_scheduler_kwargs, self.lr_scheduler_type
         try:
-            arguments = json.loads(value)
-        except (ValueError, RecursionError):
+            arguments = read_json(value)
+        except ValueError:
             arguments = None
         require(isinstance(arguments, dict), flag, value, "an object in JSON")
+        numbers = {name: number for name, number in arguments.items() if isinstance(number, int | float)}
+        require(all(map(isfinite, numbers.values())), flag, value, "of finite numbers")
         from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION  # slow to import
 
         functions: dict[Any, Any] = TYPE_TO_SCHEDULER_FUNCTION
@@ -409,6 +413,9 @@ class OptimizerArguments(OptimizerSettings):
         takes = set() if kind in WITHOUT_ARGUMENTS else takes
         named = f"of {', '.join(sorted(takes))}" if takes else f"left out: --lr_scheduler_type {kind} takes none"
         require(arguments.keys() <= takes, flag, value, named)
+        for name, unit in (FLOORS if self.learning_rate else {}).items():
+            top = self.learning_rate if unit == "rate" else 1
+            require(0 <= numbers.get(name, 0) <= top, flag, value, f"such that {name} is in [0, {top:g}]")
 
 
 @dataclass(kw_only=True)

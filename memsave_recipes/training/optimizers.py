@@ -54,7 +54,7 @@ from memsave_recipes.step.update_rules import (
     StochasticAdamW,
     has_8bit_state,
 )
-from memsave_recipes.training.arguments import MAX_RATE, OptimizerArguments
+from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batching import GlobalBatch, exact_sum
 
 BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
@@ -196,17 +196,24 @@ def _update_size(rule: str, weight: Tensor, learning_rate: float) -> float:
 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
-    """Linear warm-up, then the named schedule of transformers over ``num_steps`` optimizer steps.
+    """Linear warm-up, then the named schedule of transformers over ``num_steps`` optimizer steps; 0: none will be.
 
     Raises:
-        InputError: ``--lr_scheduler_kwargs`` that the schedule cannot compute with.
+        InputError: the phases of the schedule do not fit the run, or it cannot compute with ``--lr_scheduler_kwargs``.
     """
+    if num_steps and optim.lr_scheduler_type != "constant" and optim.warmup_steps > num_steps:
+        raise InputError(
+            f"--warmup_steps {optim.warmup_steps}: the run has {num_steps} steps, so it would never reach "
+            "--learning_rate: take fewer, or raise --max_steps or --num_epochs"
+        )
     length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by the steps after the warm-up
     if optim.lr_scheduler_type == "linear":
         return LambdaLR(optimizer, partial(_linear_factor, warmup_steps=optim.warmup_steps, num_steps=length))
     from transformers import get_scheduler  # imports peft, bitsandbytes and inductor where they are installed
 
     arguments = json.loads(optim.lr_scheduler_kwargs)
+    if num_steps and optim.lr_scheduler_type == "warmup_stable_decay":
+        arguments |= _phases(optim, arguments, num_steps)
     try:
         scheduler: LambdaLR = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length, arguments)
         factors = [float(factor(step)) for factor in scheduler.lr_lambdas for step in (0, length // 2, length - 1)]
@@ -216,9 +223,34 @@ def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: i
             f"--lr_scheduler_kwargs {optim.lr_scheduler_kwargs}: --lr_scheduler_type {optim.lr_scheduler_type} does "
             f"not take them ({reason}): look at its arguments in transformers"
         ) from error
-    in_range = all(0 <= factor <= MAX_RATE for factor in factors)
-    require(in_range, "--lr_scheduler_kwargs", optim.lr_scheduler_kwargs, "such that no rate is below 0 or infinite")
+    in_range, rule = all(0 <= factor <= 1 + 1e-9 for factor in factors), "no rate is below 0 or above --learning_rate"
+    require(in_range, "--lr_scheduler_kwargs", optim.lr_scheduler_kwargs, f"such that {rule}")
     return scheduler
+
+
+def _phases(optim: OptimizerArguments, arguments: dict[str, Any], num_steps: int) -> dict[str, int]:
+    """Return the steps of the stable phase and of the decay, which may be given as shares of the run.
+
+    Raises:
+        InputError: one is no number of steps, or with the warm-up they are not as long as the run.
+    """
+    flag, value = "--lr_scheduler_kwargs", optim.lr_scheduler_kwargs
+    phases = {}
+    for name in {"num_stable_steps", "num_decay_steps"} & arguments.keys():
+        given = arguments[name]
+        is_share = isinstance(given, float) and 0 < given < 1
+        is_whole = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+        require(is_share or is_whole, flag, value, f"such that {name} is a number of steps or a share of the run")
+        phases[name] = round(given * num_steps) if is_share else given
+    total = optim.warmup_steps + sum(phases.values())
+    falls_short = "num_stable_steps" in phases and total < num_steps and not arguments.get("min_lr_ratio")
+    if total > num_steps or falls_short:
+        given = ", ".join(f"{name} {steps}" for name, steps in sorted(phases.items()))
+        raise InputError(
+            f"{flag} {value}: --warmup_steps {optim.warmup_steps} and {given} do not fit the {num_steps} steps of the "
+            'run: give the decay alone, as a share of the run, such as {"num_decay_steps": 0.1}'
+        )
+    return phases
 
 
 def _linear_factor(step: int, *, warmup_steps: int, num_steps: int) -> float:

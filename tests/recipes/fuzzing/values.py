@@ -105,7 +105,7 @@ OPTIMIZER = {
     "decay_all": Values(*SWITCH),
     "momentum": real("0", "0.5", bad=("1", "1.5")),
     "lr_scheduler_type": Values(("linear", "cosine", "polynomial", "constant", "inverse_sqrt"), (None, "", "lin")),
-    "warmup_steps": whole("0", "1", "50", least=0),
+    "warmup_steps": whole("0", "1", least=0, odd=("50",)),
     "max_grad_norm": real("0", "1", "1e-300", "1e20"),
 }
 SAFETY = {
