@@ -137,7 +137,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     prepared = run.prepare(task, batches, bare, trained)
     model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
-    training = run.begin(prepared, data=rows.fingerprint, work=work, saved=saved, notices=(rows.notice, line))
+    training = run.begin(
+        prepared, data=rows.fingerprint, work=work, saved=saved, notices=(rows.notice, line, trained.notice)
+    )
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
     validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, layout=batches.layout)
@@ -152,6 +154,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
             scheduler.step()
             optimizer.zero_grad()
         training.log_step(batch, grad_norm)
+        if trained.balancing_loss is not None and training.step % args.logging_steps == 0:
+            training.log({"train/aux_loss": trained.balancing_loss.item()})
         training.evaluate_if_due(validate, rows.validation, **evaluation)
         training.save_if_due()
 

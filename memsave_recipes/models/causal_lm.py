@@ -1,9 +1,16 @@
 """A causal language model and its loss in one module: tokens in, summed loss out, with or without the logits.
 
 One module, so that DDP, autocast and activation plans see the whole forward.
+
+NOTE [ balanced experts ]
+1. A mixture whose configuration has ``output_router_logits`` trains on its cross-entropy and ``router_aux_loss_coef``
+   times a loss that balances its experts, which transformers computes in a forward with labels. This is the same.
+2. It is no sum over tokens but of one forward: a micro-batch of one rank. It counts as many times as the forward has
+   tokens that count, so a step has the mean of its forwards, weighted by tokens. It depends on the batch layout.
+3. Evaluations leave it out, so their loss is the cross-entropy, which the perplexity needs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -63,6 +70,8 @@ class CausalLMLoss(nn.Module):
         self.chunk_bytes = chunk_bytes
         self.sequence_group = sequence_group
         vars(model)["compiles_loss"] = False  # which a plan that compiles layers changes
+        self.balance = _balance_of(model)
+        self.balancing_loss: Tensor | None = None  # of the last forward
         self.takes_attention = all(_takes_kwargs(module) for module in (model, model.get_decoder()))
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
@@ -86,7 +95,8 @@ class CausalLMLoss(nn.Module):
         """Compute the summed loss, a scalar in at least float32, of tensors (B, T).
 
         Labels are not shifted; -100 does not count. Position ids that start again keep documents apart, if there is no
-        attention mask. ``is_padded`` is for ``padding_known``. Further arguments go to the model's attention.
+        attention mask. ``is_padded`` is for ``padding_known``. Further arguments go to the model's attention. In
+        training the balancing loss of a mixture's routers is added: NOTE [ balanced experts ].
         """
         inputs = attention if self.takes_attention else {}
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)  # (B, T): the states stay whole
@@ -102,20 +112,61 @@ class CausalLMLoss(nn.Module):
         targets = targets.flatten()
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             with padding_known(is_padded):
-                logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
+                outputs = self.model(**inputs, use_cache=False)
+            logits = outputs.logits.flatten(0, 1)  # (B * T, V)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
-        with self._tied(self.head.linear) as tied, padding_known(is_padded):
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+            return self._balanced(loss, outputs, targets)
+        head, losses = self.head, []
+
+        def loss_of(hidden: Tensor, tied: TiedGradient | None, run: Callable[..., Tensor]) -> Tensor:
+            compiles = hidden.is_cuda and vars(self.model)["compiles_loss"]  # on a CPU it may take longer
+            settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}
+            losses.append(run(hidden.flatten(0, 1), targets, **settings))
+            return losses[0]
+
+        with self._tied(head.linear) as tied, padding_known(is_padded):
+            if self.balance and self.training:  # the model's forward, whose head gives the loss in place of logits
+                with forward_of(head.linear, lambda hidden: loss_of(hidden, tied, head._loss)):
+                    outputs = self.model(**inputs, use_cache=False)
+                return self._balanced(losses[0], outputs, targets)
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-        compiles = hidden.is_cuda and vars(self.model)["compiles_loss"]  # on a CPU it may take longer
-        settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}
-        return self.head.loss(hidden.flatten(0, 1), targets, **settings)
+        return loss_of(hidden, tied, head.loss)
+
+    def _balanced(self, loss: Tensor, outputs: Any, targets: Tensor) -> Tensor:
+        """Add the balancing loss of ``outputs`` to a summed loss, in training: NOTE [ balanced experts ]."""
+        balancing = getattr(outputs, "aux_loss", None)
+        if not (self.balance and self.training and isinstance(balancing, Tensor)):
+            return loss
+        self.balancing_loss = balancing.detach()
+        return loss + self.balance * balancing * (targets != IGNORED_LABEL).sum()
+
+    @property
+    def notice(self) -> str | None:
+        """A line on what is added to the cross-entropy."""
+        return f"the loss has {self.balance:g} times the balancing loss of the routers" if self.balance else None
 
     def _tied(self, head: nn.Linear) -> AbstractContextManager[TiedGradient | None]:
         embedding = self.model.get_input_embeddings()
         if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
             return tied_gradient(embedding)
         return nullcontext()
+
+
+def _balance_of(model: PreTrainedModel) -> float:
+    """Return the weight of the balancing loss that the configuration asks for, 0 for none: NOTE [ balanced experts ].
+
+    Raises ``InputError`` where it asks for a z-loss, as Bamba's may, which has to have all logits.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "z_loss_coefficient", 0):
+        raise InputError(
+            f"{type(model).__name__}: z_loss_coefficient {config.z_loss_coefficient} of its configuration is not "
+            "followed: set it to 0 there, or by --config_overrides"
+        )
+    named = product((model, config), ("router_aux_loss_coef", "aux_loss_coef"))
+    found = [getattr(owner, name) for owner, name in named if hasattr(owner, name)]
+    return float(found[0]) if found and getattr(config, "output_router_logits", False) else 0.0
 
 
 def _takes_kwargs(module: nn.Module) -> bool:

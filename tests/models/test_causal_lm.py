@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsave_recipes import losses
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
 
@@ -152,3 +153,55 @@ def test_liger_gives_the_same_loss():
     on_device = {name: tensor.cuda() for name, tensor in batch().items()}
     expected = CausalLMLoss(model, "full")(**on_device)
     torch.testing.assert_close(CausalLMLoss(model, "liger")(**on_device), expected, rtol=1e-5, atol=0)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
+    "jetmoe": {"num_local_experts": 4, "kv_channels": 8, "aux_loss_coef": 10.0},
+}
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_balancing_loss_is_that_of_transformers(name, loss):
+    """In training; and with its gradients under every kind of plan."""
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 10.0, **MIXTURES[name]}
+    model = build(name, **changes).float().train()
+    mask = torch.ones(3, 16, dtype=torch.int64)
+    mask[0, 9:] = 0
+    inputs = batch() | {"attention_mask": mask}
+    counted = int((inputs["labels"][:, 1:] != -100).sum())
+    module = CausalLMLoss(model, loss, chunk_bytes=128 * 4 * 5)
+
+    def run(plan="none"):
+        model.zero_grad()
+        with apply_plan(model, plan_blocks(model, plan)):
+            total = module(**inputs)
+            total.backward()
+        return total.detach() / counted, [parameter.grad for parameter in model.parameters()]
+
+    own = model(**inputs)
+    own.loss.backward()
+    theirs = [parameter.grad for parameter in model.parameters()]
+    mean, gradients = run()
+    assert own.aux_loss > 0.5
+    assert module.balancing_loss == own.aux_loss
+    torch.testing.assert_close(mean, own.loss.detach(), rtol=1e-5, atol=0)
+    for one, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(one / counted, other, rtol=1e-3, atol=1e-5)
+    for plan in ("full", "segments:1", "nested:1", "selective"):
+        again, same = run(plan)
+        assert again == mean, plan
+        assert all(torch.equal(one, other) for one, other in zip(same, gradients, strict=True)), plan
+    module.eval()
+    cross_entropy = (module(**inputs) / counted).item()
+    assert cross_entropy == pytest.approx((own.loss - 10 * own.aux_loss).item(), rel=1e-4)
+
+
+def test_a_z_loss_is_refused():
+    with pytest.raises(InputError, match="z_loss_coefficient"):
+        CausalLMLoss(build("llama", z_loss_coefficient=0.1))
