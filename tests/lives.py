@@ -141,8 +141,9 @@ def assert_the_same_run(folder, straight):
 
 
 def weights_of(folder):
-    """The tensors of a saved model, or of its adapters."""
-    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+    """The tensors of a saved model, or of its adapters and their base from scratch."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("base/*.safetensors")]
+    return {name: one for path in files for name, one in load_file(path).items()}
 
 
 def assert_the_same_weights(folder, straight):

@@ -14,6 +14,7 @@ Both are seen in one forward, whatever the adapters have learned by then. An ada
 the mixers of Jamba it adds nothing, unless it was trained elsewhere.
 """
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: on
     from peft import PeftModel
 
 LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
+CONVS = (nn.Conv1d, nn.ConvTranspose1d)  # which have weights of three dimensions, as experts have
 ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score"), None: ()}
 """Endings of the modules of which peft trains a copy in any case, by the kind of task; it has none for images."""
 OF_IMAGES = "images"  # a kind of task that peft has no word for
@@ -288,6 +290,36 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
         raise InputError(f"{source}: its adapters do not fit {type(model).__name__} ({why[:200]})") from error
 
 
+def without_adapters(model: nn.Module) -> str | None:
+    """Return a line on experts that are one parameter, which peft finds in some mixtures alone."""
+    adapted, total = {id(weight) for weight in _adapted_weights(model).values()}, 0
+    left: dict[str, int] = {}
+    for owner in model.modules():
+        for name, one in owner.named_parameters(recurse=False):
+            total += one.numel()
+            if one.ndim == 3 and not one.requires_grad and id(one) not in adapted and not isinstance(owner, CONVS):
+                left[f"{type(owner).__name__}.{name}"] = left.get(f"{type(owner).__name__}.{name}", 0) + one.numel()
+    share = sum(left.values()) / max(1, total)
+    if not adapted or share < 0.01:
+        return None
+    return f"note: {share:.0%} of the weights are experts without adapters, which stay frozen: {', '.join(left)}"
+
+
+def _adapted_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights with adapters, by the names of these; of mixtures one of several parameters of a module."""
+    found = ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+    return {name: getattr(one.get_base_layer(), getattr(one, "parameter_name", "weight")) for name, one in found}
+
+
+def names_in_random_base(model: Any) -> dict[str, str]:
+    """Name the tensors of a base from scratch, which is in no files, by their names in peft's ``model``; else none."""
+    if not hasattr(model, "peft_config") or model.peft_config[model.active_adapter].base_model_name_or_path:
+        return {}
+    own = [name for name in model.state_dict() if not re.search(r"\.(lora_\w+|modules_to_save)\.", name)]
+    prefix = "base_model.model."
+    return {name: re.sub(r"\.(base_layer|original_module)(?=\.)", "", name).removeprefix(prefix) for name in own}
+
+
 def added_by_lora(model: nn.Module, rank: int, *, is_classifier: bool) -> list[Tensor]:
     """Return tensors of the sizes that ``--lora`` adds: adapters on meta, and a classifier's head, which is copied."""
     head = outside_the_backbone(model) if is_classifier else set()
@@ -304,10 +336,7 @@ def merged(model: nn.Module) -> nn.Module:
 def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Raise ``InputError`` where merged adapters would make another model: NOTE [ another model ]."""
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    weights = {  # of mixtures of experts one of several parameters of a module
-        name: id(getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight")))
-        for name, module in adapted.items()
-    }
+    weights = {name: id(weight) for name, weight in _adapted_weights(model).items()}
     count = Counter(weights.values())
     shared = [name for name, weight in weights.items() if count[weight] > 1]
     if shared:

@@ -43,6 +43,8 @@ LOADING_ERRORS = (
 """What damaged files and impossible configurations raise; of the RuntimeErrors not those of memory."""
 MOST_LAYERS = 2000
 ADAPTER_CONFIG = "adapter_config.json"
+BASE = "base"
+"""The folder beside adapters of a model from scratch that holds its weights."""
 LABELS = "id2label.json"
 Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 
@@ -160,7 +162,9 @@ def read_problem(adapter: str | Path) -> ProblemType:
 
 def base_of_adapter(folder: str | Path) -> str:
     """Read the name of the model that adapters were trained on; raise ``InputError`` where there is none."""
-    base = adapter_config(folder).get("base_model_name_or_path")
+    base, beside = adapter_config(folder).get("base_model_name_or_path"), Path(folder, BASE)
+    if not base and beside.is_dir():
+        return str(beside)
     if not isinstance(base, str) or not base:
         raise InputError(
             f"{Path(folder, ADAPTER_CONFIG)} names no base model: write its folder or Hub id into "

@@ -33,6 +33,8 @@ from memsave_recipes.checkpoints.commit import (
 from memsave_recipes.checkpoints.resume import committed
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import names_in_random_base
+from memsave_recipes.models.pretrained import BASE
 from memsave_recipes.models.saved import Layout, layout_of
 from memsave_recipes.run.failures import LOG, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
@@ -57,7 +59,7 @@ def check_room(folder: Path, train_state: TrainState, flags: dict[str, Any]) -> 
     check_space(
         folder,
         train_state.num_bytes_in_the_end(flags["optimizer"], flags["momentum"])
-        + train_state.num_bytes_of_weights(merged=flags.get("lora_merge", False)),
+        + train_state.num_bytes_of_weights(merged=bool(flags.get("lora_merge") or flags.get("model_type"))),
         f"{FINAL}/ and the checkpoint before it take",
         freed_bytes=sum(_num_bytes(folder / name) for name in OURS) if flags["overwrite"] else 0,
     )
@@ -254,6 +256,15 @@ def weight_writers(accelerator: Accelerator, model: nn.Module) -> Iterator[Write
         for file, names in layout.files.items():
             yield partial(_write_and_free, _named(names, gathered(unwrapped, names.values(), wanted=wanted)), file)
         yield partial(_write_index, layout)
+    if names := names_in_random_base(unwrapped):
+        in_shards = is_sharded(unwrapped)
+        found = gathered(unwrapped, names, wanted=wanted) if in_shards else unwrapped.state_dict()
+        yield partial(_save_base, unwrapped, {names[name]: found[name] for name in names if name in found})
+
+
+def _save_base(model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write the weights from scratch that adapters were trained on, without which nobody can use them."""
+    model.get_base_model().save_pretrained(folder / BASE, state_dict=weights, max_shard_size=MAX_FILE_BYTES)
 
 
 def _saved(model: nn.Module) -> set[str]:

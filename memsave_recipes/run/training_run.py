@@ -14,6 +14,7 @@ from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.models.adapters import without_adapters
 from memsave_recipes.models.slices import slices_of
 from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
 from memsave_recipes.run.prepared_run import PreparedRun
@@ -312,6 +313,7 @@ class TrainingRun:
         layout, model = self.batches.layout, self.prepared.unwrapped
         if self.num_trained < self.num_parameters:
             yield f"{self.num_trained:,} of {self.num_parameters:,} parameters train"
+            yield without_adapters(model)
         yield layout.describe()
         yield layout.describe_sums(model)
         yield self.prepared.planned.plan.describe()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.adapters import LoraArguments, add_lora, check_merging, merged
+from memsave_recipes.models.adapters import LoraArguments, add_lora, check_merging, merged, without_adapters
 
 
 @pytest.fixture
@@ -133,3 +133,35 @@ def test_4bit_without_cuda():
 def test_4bit_without_adapters():
     with pytest.raises(InputError, match="nothing is left to train: pass --lora"):
         LoraArguments(load_in_4bit=True)
+
+
+MOE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts"),
+    [
+        ("mixtral", None),
+        ("qwen3_moe", None),
+        ("llama", None),
+        ("gpt_oss", "GptOssExperts.gate_up_proj, GptOssExperts.down_proj"),
+        ("granitemoe", "GraniteMoeExperts.gate_up_proj, GraniteMoeExperts.down_proj"),
+        ("phimoe", "PhimoeExperts.gate_up_proj, PhimoeExperts.down_proj"),
+    ],
+)
+def test_experts_without_adapters_are_named_with_their_share(model_type, experts):
+    sizes = {"num_key_value_heads": 2, "num_local_experts": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **MOE, **sizes))
+    weights = dict(model.named_parameters())
+    of_experts = sum(
+        one.numel() for name, one in weights.items() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    )
+    share = of_experts / sum(one.numel() for one in weights.values())
+    assert without_adapters(model) is None
+    add_lora(model, LoraArguments(lora=True, lora_rank=1), task_type="CAUSAL_LM")
+    line = without_adapters(model)
+    if experts is None:
+        assert line is None
+    else:
+        assert line.endswith(f"which stay frozen: {experts}")
+        assert abs(float(line.split("%")[0].removeprefix("note: ")) / 100 - share) < 0.06  # adapters are weights, too

@@ -270,6 +270,32 @@ def test_adapters_are_evaluated_and_merged_without_training(run_once, adapted, t
     assert "Merged from the adapters" in (merged / "final" / "README.md").read_text()
 
 
+LLAMA = f"{QWEN},num_hidden_layers=2,max_position_embeddings=64"
+FROM_SCRATCH = {
+    "gpt2": ("language_modeling", GPT2),  # whose head is tied
+    "mixtral": ("language_modeling", ["--model_type", "mixtral", "--config_overrides", f"{LLAMA},num_local_experts=2"]),
+    "bert": ("text_classification", ["--model_type", "bert", "--config_overrides", BERT]),
+    "vit": ("image_classification", MODELS["vit"]),
+}
+
+
+@pytest.mark.parametrize(("recipe", "flags"), FROM_SCRATCH.values(), ids=FROM_SCRATCH, indirect=["recipe"])
+def test_adapters_of_a_model_from_scratch_keep_it(recipe, flags, train, labelled, text_file, tmp_path):
+    """The same figures under another seed; they train further, merge, and may be moved."""
+    data = {
+        "language_modeling": ["--train_file", text_file, *ROWS],
+        "text_classification": ["--train_file", labelled[0], "--validation_file", labelled[0], *TEXTS],
+        "image_classification": [*IMAGES, "--max_steps", "2"],
+    }[recipe.__name__]
+    trained = train(*flags, *data, "--lora", "--learning_rate", "1e-2", "--max_steps", "3", "--save_best")["eval"]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    load(tmp_path / "moved")
+    assert [*tmp_path.glob("moved/checkpoints/best-*/base/model.safetensors")]
+    for more in ([], ["--lora_merge"]):
+        again = ["--model_name_or_path", tmp_path / "moved/final", *data, "--eval_only", "--seed", "7", "--overwrite"]
+        assert train(*again, *more, output="again")["eval"] == pytest.approx(trained, rel=1e-5)
+
+
 @of_tokens
 def test_a_language_model_continues_prompts_alike_alone_and_together(adapted):
     saved = load(adapted[0])
