@@ -35,7 +35,7 @@ FLAGS = {
 FREE = {
     *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "async_save", "skip_nonfinite"),
-    *("metric_for_best_model", "early_stopping_patience", "early_stopping_threshold"),
+    *("load_best_model_at_end", "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold"),
     *("collective_timeout_minutes", "project", "run_name", "tags", "show_labels", "push_to_hub", "hub_private_repo"),
     *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),

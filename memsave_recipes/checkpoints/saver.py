@@ -343,12 +343,13 @@ class Checkpoints:
         commit_together(self.accelerator, self.folder, name, writers, disk_errors)
         on_main_process(self.accelerator, lambda: prune(self.folder, BEST, newest=step, keep=1))
 
-    def has_best(self) -> bool:
-        """Return whether a whole ``best-STEP`` is there."""
+    def find_best(self) -> Path | None:
+        """Return ``best-STEP``, if one is there and whole."""
         try:
-            return find_newest(self.folder, BEST) is not None
+            found = find_newest(self.folder, BEST)
         except InputError:  # all are damaged
-            return False
+            return None
+        return None if found is None else found.path
 
     def delete_last_step(self) -> None:
         """Delete the checkpoint of the last step of a finished run, if it is the only one and none was asked for."""

@@ -6,6 +6,7 @@ full disk costs nothing: ``--resume`` writes the rest.
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from memsave_recipes.activations.blocks import Block, Layer
 from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
 from memsave_recipes.checkpoints.commit import (
+    MANIFEST,
     TEMPORARY,
     TRASH,
     Writer,
@@ -48,6 +50,8 @@ from memsave_recipes.training.launch import describe_environment
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
 OURS = (CONFIG, PLAN, METRICS, LOG, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
+FIGURES = "evaluation.json"
+"""The figures of the best weights, beside them."""
 LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
 NAMES = ("project", "run_name", "tags")
 """The flags that name a run in dashboards."""
@@ -309,14 +313,27 @@ def save_model(
         save_torch_state_dict(weights, folder, max_shard_size=MAX_FILE_BYTES)
 
 
-def save_final(accelerator: Accelerator, folder: Path, model: nn.Module, *writers: Writer) -> None:
+def save_final(
+    accelerator: Accelerator, folder: Path, model: nn.Module, *writers: Writer, best: Path | None = None
+) -> None:
     """Write ``final/``, the weights of ``model`` and what ``writers`` write; replace an earlier one.
+
+    Args:
+        best: the folder of the best weights, which are taken instead.
 
     Raises:
         InputError: on all ranks, where the disk does not take it; an earlier ``final/`` is left as it was.
     """
     disk_errors = partial(disk_errors_as_input_error, folder / FINAL, f"{FINAL}/", hint=GO_ON)
-    commit_together(accelerator, folder, FINAL, chain(weight_writers(accelerator, model), writers), disk_errors)
+    left_out = shutil.ignore_patterns(MANIFEST, FIGURES)
+    copied = [] if best is None else [partial(shutil.copytree, best, ignore=left_out, dirs_exist_ok=True)]
+    of_weights = copied or weight_writers(accelerator, model)
+    commit_together(accelerator, folder, FINAL, chain(of_weights, writers), disk_errors)
+
+
+def write_figures(figures: dict[str, Any], folder: Path) -> None:
+    """Write the figures of an evaluation beside the weights."""
+    write_json(folder / FIGURES, figures)
 
 
 def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], checkpoints: Checkpoints) -> None:

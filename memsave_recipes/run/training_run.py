@@ -1,9 +1,11 @@
 """The last phase of a run: its steps, what is logged, evaluated and saved after each, and how it is finished."""
 
 import gc
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
+from memsave_recipes.checkpoints.resume import BEST
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.models.adapters import without_adapters
 from memsave_recipes.models.slices import slices_of
-from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
+from memsave_recipes.run.folder import (
+    CHECKPOINTS,
+    FIGURES,
+    begin_run,
+    check_room,
+    save_final,
+    weight_writers,
+    write_figures,
+    write_results,
+)
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
 from memsave_recipes.run.trackers import alert, log_metrics
@@ -28,6 +40,8 @@ from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import check_gradients, describe_environment
 from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
 from memsave_recipes.training.weight_average import WeightAverage
+
+FEW_SAMPLES = 8
 
 
 class TrainingRun:
@@ -61,6 +75,7 @@ class TrainingRun:
         self._saved = prepared.unwrapped if saved is None else saved
         self._average = self._make_average()
         self._may_step = True
+        self._knows_metric = self.args.eval_only or self.args.metric_for_best_model == "loss"
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
         settings = begin_run(
@@ -172,28 +187,36 @@ class TrainingRun:
             evaluate: figures of this rank's batches, with a ``loss``; others than numbers for ``results.json``.
             options: ``num_samples`` and ``collate_fn`` of ``evaluation_batches``.
         """
+        if not self._knows_metric:
+            self._check_metric_of_few(evaluate, dataset, **options)
         if not (self.step or self.args.eval_only):
             return
         if not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
             return
         with self._report.clock.paused(synchronize=True):
-            layout = self.batches.layout
-            batches = evaluation_batches(
-                self.accelerator,
-                dataset,
-                self.prepared.planned.plan.micro_batch_size or layout.micro_batch_size,
-                layout=type(layout),
-                sequence_parallel=layout.sequence_parallel,
-                num_workers=self.run.num_workers,
-                **options,
-            )
+            batches = self._evaluation_batches(dataset, **options)
             with nullcontext() if self._average is None else self._average.applied():
                 figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._state_in_evaluation))
                 self._check_metric(figures)
                 compared = {"metric": self.args.metric_for_best_model, "threshold": self.args.early_stopping_threshold}
                 is_best = self._report.log_evaluation(self.step, figures, **compared)
                 if is_best and self.args.save_best:
-                    self._checkpoints.save_best(self.step, weight_writers(self.accelerator, self._saved))
+                    weights = weight_writers(self.accelerator, self._saved)
+                    self._checkpoints.save_best(
+                        self.step, chain(weights, [partial(write_figures, self._report.evaluated)])
+                    )
+
+    def _evaluation_batches(self, dataset: Any, **options: Any) -> Iterator[Batch]:
+        layout = self.batches.layout
+        return evaluation_batches(
+            self.accelerator,
+            dataset,
+            self.prepared.planned.plan.micro_batch_size or layout.micro_batch_size,
+            layout=type(layout),
+            sequence_parallel=layout.sequence_parallel,
+            num_workers=self.run.num_workers,
+            **options,
+        )
 
     def save_if_due(self) -> None:
         """Save a checkpoint if it is time, or a signal asks for it.
@@ -231,6 +254,7 @@ class TrainingRun:
             InputError: the disk does not take them; ``--resume`` writes them later.
         """
         self.prepared.handle.remove()
+        best = self._take_best()
         figures_of_classes = {k: v for k, v in self._report.evaluated.items() if isinstance(v, dict | list)}
         known = {
             "recipe": self.run.recipe,
@@ -251,7 +275,7 @@ class TrainingRun:
                 versions=describe_environment(self.accelerator)["versions"],
                 mixed_precision=self.accelerator.mixed_precision,
             )
-            save_final(self.accelerator, self.run.folder.path, trained, *writers, card)
+            save_final(self.accelerator, self.run.folder.path, trained, *writers, card, best=best)
         self.results = {**known, **self.prepared.equivalence, **self._report.results()}
         write_results(self.accelerator, self.run.folder.path, self.results, self._checkpoints)
         return self.results
@@ -266,22 +290,64 @@ class TrainingRun:
             self._average.take_off()
         return self._report.state_dict()
 
-    def _check_metric(self, figures: dict[str, Any]) -> None:
+    def _check_metric(self, figures: dict[str, Any], *, of_few: bool = False) -> None:
         """``--metric_for_best_model`` is a figure of the evaluations; print a line where it is not defined.
+
+        Args:
+            of_few: samples, before any step.
 
         Raises:
             InputError: it is none; the step has been saved.
         """
         metric, known = self.args.metric_for_best_model, scalars_of(figures)
         if metric not in known:
-            if self.step:
+            if self.step and not of_few:
                 self._checkpoints.save(self.step, self._state_in_evaluation())
             raise InputError(
                 f"--metric_for_best_model {metric}: must be one of {', '.join(sorted(known))}; go on with --resume"
             )
-        if isnan(known[metric]) and isfinite(known["loss"]):
+        if not of_few and isnan(known[metric]) and isfinite(known["loss"]):
             words = f"the {metric} of the evaluation after step {self.step} is not defined, so it counts as not better"
             self.accelerator.print(f"note: {words}")
+
+    def _check_metric_of_few(
+        self, evaluate: Callable[[Iterator[Batch]], dict[str, Any]], dataset: Any, **options: Any
+    ) -> None:
+        """Evaluate a few samples, before the first step where the recipe asks so early, to know the figures."""
+        self._knows_metric = True
+        with self._report.clock.paused(synchronize=True):
+            figures = evaluate(self._evaluation_batches(dataset, **{**options, "num_samples": FEW_SAMPLES}))
+        self._check_metric(figures, of_few=True)
+
+    def _take_best(self) -> Path | None:
+        """Return the folder of the best weights, and report their figures, with ``--load_best_model_at_end``.
+
+        Else say where they are, if the last ones are not the best.
+        """
+        takes = self.args.load_best_model_at_end
+        if self.args.eval_only or not self.args.save_best:
+            return None
+        found = on_main_process(self.accelerator, self._find_best)
+        if found is None:
+            if takes:
+                self.accelerator.print("note: no evaluation was the best, so final/ has the last weights")
+            return None
+        path, figures = found
+        if takes:
+            self._report.evaluated = figures
+            self.accelerator.print(f"final/ has the weights of checkpoints/{path.name}")
+        elif path.name != f"{BEST}-{self.step}":
+            self.accelerator.print(f"note: final/ has the last weights, and checkpoints/{path.name} the best")
+        return path if takes else None
+
+    def _find_best(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the best weights and their figures; an earlier version wrote the weights alone."""
+        path, best = self._checkpoints.find_best(), self._report.best_figure
+        if path is None or best is None:
+            return None
+        figures = path / FIGURES
+        known = {self.args.metric_for_best_model: best}
+        return path, json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else known
 
     def _stops_early(self) -> bool:
         """Return whether the run ends here by ``--early_stopping_patience``; if so, save its last step."""
@@ -350,7 +416,11 @@ class TrainingRun:
         if metric_before != self.args.metric_for_best_model:
             self._report.best_figure, self._report.stale_evaluations = None, 0
         best = self._report.best_figure
-        if best is None or not self.args.save_best or on_main_process(self.accelerator, self._checkpoints.has_best):
+        if (
+            best is None
+            or not self.args.save_best
+            or on_main_process(self.accelerator, lambda: self._checkpoints.find_best() is not None)
+        ):
             return
         self.accelerator.print(
             f"note: the weights of the best evaluation so far ({self.args.metric_for_best_model} {best:.4f}) are not "

@@ -305,8 +305,9 @@ class CheckpointArguments:
     save_every_minutes: float = option(30, "minutes between checkpoints; 0: no checkpoints by time")
     keep_checkpoints: int = option(2, "number of checkpoints to keep, the newest")
     save_best: bool = option(False, "save the weights of the best evaluation as checkpoints/best-STEP")
+    load_best_model_at_end: bool = option(False, "write these weights as final/ at the end; includes --save_best")
     metric_for_best_model: str = option(
-        "loss", "evaluation metric that --save_best and --early_stopping_patience compare"
+        "loss", "evaluation metric that --save_best and --early_stopping_patience compare, also as eval_NAME"
     )
     early_stopping_patience: int | None = option(None, "end the run after N evaluations in a row without a better one")
     early_stopping_threshold: float = option(0.0, "least improvement that counts for --early_stopping_patience")
@@ -328,6 +329,13 @@ class CheckpointArguments:
         timeout = self.collective_timeout_minutes
         require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "above 0 and at most 1e6")
         require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "at least 0")
+        self.save_best = self.save_best or self.load_best_model_at_end
+        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_").removeprefix("eval/")
+        if self.load_best_model_at_end and getattr(self, "lora_merge", False):
+            raise InputError(
+                "--load_best_model_at_end with --lora_merge: the best weights are adapters: merge them afterwards with "
+                "--model_name_or_path FOLDER --lora_merge --eval_only"
+            )
 
 
 @dataclass(kw_only=True)

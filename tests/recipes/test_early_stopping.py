@@ -4,8 +4,10 @@ import json
 from math import nan
 
 import pytest
-from lives import IMAGES, assert_the_same_run, rows_of
+import torch
+from lives import IMAGES, assert_the_same_run, rows_of, weights_of
 
+from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.compare import read_run
 
 RECIPE = "image_classification"
@@ -67,10 +69,13 @@ def test_small_gains_do_not_count(train, tmp_path):
 
 @pytest.fixture
 def evaluations_find(recipe, monkeypatch):
-    """``evaluations_find(nan, 0.5, ...)``: one after the other has this for its ``pearson``, and a loss of 1."""
+    """``evaluations_find(nan, 0.5, ...)``: one after the other has this for its ``pearson``, and a loss of 1.
+
+    Before them, a few samples are evaluated.
+    """
 
     def script(*found):
-        left = iter(found)
+        left = iter([nan, *found])
         monkeypatch.setattr(recipe, "evaluate_classifier", lambda *_, **__: {"loss": 1.0, "pearson": next(left)})
 
     return script
@@ -106,14 +111,59 @@ def test_a_figure_that_is_never_defined_has_no_best(train, evaluations_find, tmp
     assert "after step 4, as its last 2 evaluations were not better\n" in capsys.readouterr().out
 
 
-def test_a_figure_that_evaluations_do_not_have_costs_no_step(train, ending, tmp_path):
-    code, line = ending(*IMAGES, "--metric_for_best_model", "f2")
+@pytest.mark.parametrize("named", ["f2", "eval_f2"])
+def test_a_figure_that_evaluations_do_not_have_is_refused_before_the_first_step(train, ending, tmp_path, named):
+    code, line = ending(*IMAGES, "--metric_for_best_model", named)
     assert code == 2
     assert (
         line == "error: --metric_for_best_model f2: must be one of accuracy, loss, top5_accuracy; go on with --resume"
     )
-    assert json.loads((tmp_path / "run/checkpoints/step-3/record.json").read_text())
-    assert train(*IMAGES, "--metric_for_best_model", "accuracy", "--resume")["steps"] == 10
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert train(*IMAGES, "--metric_for_best_model", "eval_accuracy", "--resume")["steps"] == 10
+    assert json.loads((tmp_path / "run/config.json").read_text())["metric_for_best_model"] == "accuracy"
+
+
+WORSE = ["--learning_rate", "0.3", "--optimizer", "sgd", "--eval_steps", "1", "--max_steps", "6", "--save_best"]
+
+
+@pytest.mark.parametrize("more", [[], ["--lora", "--learning_rate", "3"], ["--ema_decay", "0.5"]])
+def test_the_best_model_is_in_final_at_the_end(train, kill_after, tmp_path, capsys, more):
+    """With the figures that it has; resumed, too. Without the flag a line says where it is."""
+    flags = [*IMAGES, *WORSE, *more, "--metric_for_best_model", "eval_loss", "--save_every", "2"]
+    train(*flags, output="last")
+    rows = [row for row in rows_of(tmp_path / "last") if "eval/loss" in row]
+    best = min(rows, key=lambda row: row["eval/loss"])
+    assert best["step"] < 6
+    said = capsys.readouterr().out
+    assert f"note: final/ has the last weights, and checkpoints/best-{best['step']} the best" in said
+    with kill_after(5):
+        train(*flags)
+    results = train(*flags, "--load_best_model_at_end", "--resume")
+    folder = tmp_path / "run"
+    assert f"final/ has the weights of checkpoints/best-{best['step']}" in capsys.readouterr().out
+    assert results["eval"]["loss"] == best["eval/loss"]
+    assert str(best["eval/accuracy"]) in (folder / "final/README.md").read_text()
+    weights = weights_of(folder / "final")
+    assert all(
+        torch.equal(one, weights[name]) for name, one in weights_of(folder / f"checkpoints/best-{best['step']}").items()
+    )
+    assert not (folder / "final/evaluation.json").exists()
+    verify_manifest(folder / "final")
+    again = train("--model_name_or_path", folder / "final", *IMAGES[4:], "--eval_only", output="again")
+    assert again["eval"]["loss"] == pytest.approx(best["eval/loss"], rel=1e-6)
+
+
+def test_the_best_model_in_shards(train_on_ranks, tmp_path):
+    flags = [*IMAGES, *WORSE, "--load_best_model_at_end", "--shard", "full"]
+    results, _ = train_on_ranks(2, *flags)
+    assert results["eval"]["loss"] == min(row["eval/loss"] for row in rows_of(tmp_path / "run") if "eval/loss" in row)
+    assert (tmp_path / "run/final/model.safetensors").exists()
+
+
+def test_best_adapters_are_not_merged(refuse):
+    assert "--load_best_model_at_end with --lora_merge" in refuse(
+        *IMAGES, "--lora", "--lora_merge", "--load_best_model_at_end"
+    )
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ SAFETY = {
     "keep_checkpoints": whole("1", "3"),
     "collective_timeout_minutes": real("1", "30", bad=("0", "-1", "1e7")),
     "save_best": Values(*SWITCH),
+    "load_best_model_at_end": Values(*SWITCH),
     "skip_nonfinite": whole("0", "3", least=0),
 }
 TRANSFORMER = {
