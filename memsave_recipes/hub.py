@@ -28,6 +28,7 @@ ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))  # that libra
 PAUSES_S = (0, 2, 10, 60)
 """Before the tries of an upload, each of which retries its own requests."""
 TOO_MANY_REQUESTS = 429
+MAX_MESSAGE = 500  # characters of a server's message
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
@@ -122,7 +123,7 @@ def push(name: str, folder: Path, *, private: bool) -> str:
             api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload a trained model")
             return f"the model is on the Hub: {repository.url}"
         except Exception as error:  # the run is done, and no error of the Hub is worth its exit code
-            why = printable(" ".join(str(error).split()) or type(error).__name__)
+            why = printable(" ".join(str(error)[:MAX_MESSAGE].split()) or type(error).__name__)
             if _is_refusal(error):
                 break
     command = ["hf", "upload", name, str(folder), "--private" if private else "--no-private"]

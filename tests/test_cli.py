@@ -115,6 +115,11 @@ def test_words_that_make_no_command_are_one_line_and_exit_code_2(
     assert len(err.splitlines()) == 1
 
 
+def test_recipes_are_not_copied_to_a_name_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--copy", "n" * 300]) == 2
+    assert "cannot be written (File name too long)" in capsys.readouterr().err
+
+
 def test_every_format_is_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     files = {flag: tmp_path / f"out.{flag}" for flag in ("html", "png", "csv", "markdown")}

@@ -95,7 +95,11 @@ def test_weights_of_a_file_are_found_by_name(tmp_path, suffix, content):
 MISTAKES = {
     "a class without": ({"cat": 1, "dog": 1}, "has no weight for the class eel: give one for each of cat, dog, eel"),
     "an unknown class": ({"cat": 1, "dog": 1, "eel": 1, "cow": 1}, "has a weight for an unknown class cow"),
-    "below zero": ({"cat": -1, "dog": 1, "eel": 1}, "cat: -1: must be a number, finite and at least 0"),
+    "below zero": ({"cat": -1, "dog": 1, "eel": 1}, "cat: -1: must be a number, 0, or in [1e-10, 1e+10]"),
+    "too large to add up": ({"cat": 1e308, "dog": 1, "eel": 1}, "cat: 1e+308: must be a number, 0, or in"),
+    "too large for float32": (dict.fromkeys(NAMES, 1e38), "only ratios of weights count"),
+    "too small for float32": (dict.fromkeys(NAMES, 1e-45), "cat: 1e-45: must be a number, 0, or in"),
+    "not a number": ({"cat": float("nan"), "dog": 1, "eel": 1}, "cat: NaN: must be a number"),
     "a word": ({"cat": "much", "dog": 1, "eel": 1}, "cat: much: must be a number"),
     "none": ({"cat": None, "dog": 1, "eel": 1}, "cat has no value"),
     "all zero": (dict.fromkeys(NAMES, 0), "must be above 0 for at least one class"),

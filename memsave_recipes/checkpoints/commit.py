@@ -52,6 +52,9 @@ DISK_ERRORS = {
     errno.ENAMETOOLONG: "its path is too long",
     errno.ELOOP: "a folder of its path is a link to itself",
     errno.ESTALE: "the disk of another machine has been taken away",
+    errno.ENOENT: "a file or folder of it is gone, as a cleaner of old files removes them",
+    errno.EISDIR: "a folder has the name of its file",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), "another process writes there"),
 }
 
 
@@ -191,13 +194,14 @@ def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint take
 def disk_errors_as_input_error(
     folder: Path, name: str, *, hint: str = "then go on with --resume from the checkpoint before"
 ) -> Iterator[None]:
-    """Turn errors of the disk into one line that names the flag; others pass."""
+    """Turn errors of the system, which are the disk's, into one line that names the flag; others pass."""
     try:
         yield
     except Exception as error:
-        reason = DISK_ERRORS.get(_number_of(error))
-        if reason is None:
+        number = _number_of(error)
+        if not number or isinstance(error, ConnectionError | TimeoutError):  # of other ranks, or of no disk
             raise
+        reason = DISK_ERRORS.get(number) or f"{os.strerror(number)[0].lower()}{os.strerror(number)[1:]}"
         raise InputError(
             f"--output_dir {folder.parent}: {name} cannot be written or deleted, {reason}: see to that, {hint}"
         ) from error

@@ -147,8 +147,11 @@ def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
     Raises:
         InputError: it cannot be read.
     """
-    if not committed(checkpoints):
-        return None
+    return read_config(config) if committed(checkpoints) else None
+
+
+def read_config(config: Path) -> dict[str, Any]:
+    """Read the ``config`` of a run; raise ``InputError`` where that fails."""
     hint = "put it back, or start again with --overwrite"
     try:
         content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))

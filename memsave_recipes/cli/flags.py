@@ -4,6 +4,7 @@ The commands import their dependencies when they run, so that ``--help`` is fast
 """
 
 import argparse
+import os
 import re
 import shutil
 import sysconfig
@@ -13,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from memsave_recipes.errors import BUDGET_FLAG, InputError
-from memsave_recipes.text import GIB, MIB
+from memsave_recipes.text import GIB, MIB, printable
 
 STDOUT = "-"
 CONFIGS = "accelerate_configs"
@@ -49,7 +50,7 @@ def _recipes(arguments: argparse.Namespace) -> None:
     folder = recipes_folder()
     if arguments.copy is not None:
         folder = _copied(folder, arguments.copy)
-    print(folder)
+    print(printable(str(folder)))
     for path in sorted([*folder.glob("*.py"), *folder.glob("configs/*.yaml")]):
         print(f"  {path.relative_to(folder)}")
 
@@ -58,7 +59,7 @@ def _copied(recipes: Path, target: Path) -> Path:
     """Copy the recipes and the launch files beside them; return the folder of the copied recipes."""
     folders = [recipes, recipes.parent / CONFIGS]
     for taken in (target / folder.name for folder in folders):
-        if taken.exists():
+        if os.path.exists(taken):  # unlike pathlib, without an error for a name that is too long
             raise InputError(f"--copy {target}: {taken} is there already; name another folder, or move it away")
     try:
         for folder in folders:

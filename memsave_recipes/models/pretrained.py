@@ -42,6 +42,11 @@ LOADING_ERRORS = (
 )
 """What damaged files and impossible configurations raise; of the RuntimeErrors not those of memory."""
 MOST_LAYERS = 2000
+SIZES = (
+    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    "max_position_embeddings",
+)
+"""Entries of a configuration, under the names that transformers maps to those of a type."""
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base"
 """The folder beside adapters of a model from scratch that holds its weights."""
@@ -304,13 +309,20 @@ def check_files(folder: str | Path) -> None:
 
 
 def check_configuration(config: PreTrainedConfig) -> None:
-    """Raise ``ValueError`` for entries with which transformers would build for hours, or take text for a list."""
+    """Raise ``ValueError`` for sizes of no model, or of one that takes hours to build, and for text that is no list."""
     if not isinstance(config.architectures or [], list):
         raise ValueError("architectures is not a list")
-    for described in (config, config.get_text_config()):
-        layers = getattr(described, "num_hidden_layers", None)
-        if isinstance(layers, int) and layers > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers={layers} is more than {MOST_LAYERS}")
+    parts = [one for one in vars(config).values() if isinstance(one, PreTrainedConfig)]
+    for described in (config, *parts):
+        entries = vars(described)
+        for size in SIZES:
+            name = described.attribute_map.get(size, size)
+            if isinstance(entries.get(name), int) and entries[name] < 1:
+                raise ValueError(f"{name}={entries[name]} is less than 1")
+        for name, value in entries.items():
+            counts = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int)]
+            if name.endswith(("layers", "layer", "depths")) and max(counts, default=0) > MOST_LAYERS:
+                raise ValueError(f"{name}={max(counts)} is more than {MOST_LAYERS}")
 
 
 def _in_dtype(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
@@ -321,6 +333,9 @@ def _in_dtype(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> PreTra
 
 def _by_configuration(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
     config = _configuration(flags, config_changes)
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise ValueError(f"its weights are quantized ({method or 'unknown'}), which is not counted: name the original")
     model: PreTrainedModel = auto_class.from_config(
         config, attn_implementation=flags.attn_implementation, trust_remote_code=flags.trust_remote_code
     )
@@ -339,6 +354,7 @@ def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, 
         # Gemma 4 otherwise refuses to read an entry that layers may override.
         config.allow_global_per_layer_attribute_access = True
         config.update_from_string(flags.config_overrides)
+        check_configuration(config)
         # Made anew, because derived entries (the types of the layers, say) are derived only at the start.
         names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
         overrides = {name: getattr(config, name) for name in names}

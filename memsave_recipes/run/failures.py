@@ -59,6 +59,10 @@ class VerificationFailed(Exception):
     """``--verify`` found that the plan changes the step, or no proof; all ranks know it."""
 
 
+class RunIsDone(Exception):
+    """The run that is to go on is done, under the same flags; all ranks know it."""
+
+
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing: rule 4."""
@@ -114,6 +118,9 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
     """
     try:
         main()
+    except RunIsDone as done:
+        if _is_rank_0():
+            say(str(done))
     except InputError as error:
         _say_and_exit(f"error: {error.one_line}", USER_INPUT, on_all_ranks=not error.found_by_one_rank)
     except NotFinite as error:

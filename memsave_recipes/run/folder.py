@@ -32,13 +32,13 @@ from memsave_recipes.checkpoints.commit import (
     delete,
     disk_errors_as_input_error,
 )
-from memsave_recipes.checkpoints.resume import committed
+from memsave_recipes.checkpoints.resume import check_same_flags, committed, read_config, with_previous_choices
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import names_in_random_base
 from memsave_recipes.models.pretrained import BASE
 from memsave_recipes.models.saved import Layout, layout_of
-from memsave_recipes.run.failures import LOG, write_log
+from memsave_recipes.run.failures import LOG, RunIsDone, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import checked_state
 from memsave_recipes.run.run_plan import RunPlan
@@ -47,6 +47,7 @@ from memsave_recipes.sharding import gathered, is_sharded
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import printable
 from memsave_recipes.training.launch import describe_environment
+from memsave_recipes.training.parsing import flag_values
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
 OURS = (CONFIG, PLAN, METRICS, LOG, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
@@ -55,6 +56,11 @@ FIGURES = "evaluation.json"
 LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
 NAMES = ("project", "run_name", "tags")
 """The flags that name a run in dashboards."""
+OF_THE_END = (
+    *("max_steps", "num_epochs", "early_stopping_patience", "early_stopping_threshold", "metric_for_best_model"),
+    *("load_best_model_at_end", "lora_merge"),
+)
+"""Flags that may change on resume, and change what is in ``final/``."""
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 
 
@@ -159,12 +165,28 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
         raise InputError(
             f"--output_dir {folder} holds another run: name another folder, go on with --resume or pass --overwrite"
         )
-    if resume and (folder / RESULTS).exists() and not committed(folder / CHECKPOINTS):
-        raise InputError(
-            f"--output_dir {folder} holds a run that is done and kept no checkpoint, so --resume has nothing to "
-            "continue: pass --overwrite to start again, or name another folder"
-        )
     return folder
+
+
+def check_not_done(folder: Path, run: Any) -> None:
+    """End a run that resumes one that is done and kept no checkpoint.
+
+    Raises:
+        RunIsDone: its flags ``run`` ask for nothing else.
+        InputError: they ask for another run, or a longer one.
+    """
+    if not (folder / RESULTS).exists() or committed(folder / CHECKPOINTS):
+        return
+    earlier = read_config(folder / CONFIG)
+    present = flag_values((with_previous_choices(run, earlier),))
+    check_same_flags(earlier, present)
+    for name in OF_THE_END:
+        if earlier.get(name, present.get(name)) != present.get(name):
+            raise InputError(
+                f"--output_dir {folder} holds a run that is done and kept no checkpoint, so --resume has nothing to "
+                f"continue with another --{name}: pass --overwrite to start again, or name another folder"
+            )
+    raise RunIsDone(f"--resume: the run in {folder} is done, so nothing is left to do")
 
 
 def _refuse_links(folder: Path, *, overwrite: bool) -> None:

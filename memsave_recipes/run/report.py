@@ -371,7 +371,7 @@ def _metadata(
         library_name="peft" if hasattr(model, "peft_config") else library,
         pipeline_tag=pipeline,
         base_model=base,
-        datasets=[dataset] if "/" in dataset else None,
+        datasets=[dataset] if "/" in dataset and not os.path.exists(dataset) else None,
         tags=[LIBRARY],
         eval_results=evaluated or None,
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -31,8 +32,8 @@ from memsave_recipes.hub import check_push, push
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.render.comparison import show
-from memsave_recipes.run.failures import describe_early_end, recorded
-from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, FINAL, check_run_folder, print_lines
+from memsave_recipes.run.failures import RunIsDone, describe_early_end, recorded
+from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, FINAL, check_not_done, check_run_folder, print_lines
 from memsave_recipes.run.open_run import OpenRun, RunFolder
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.trackers import alert, finish_trackers, resolve_trackers
@@ -71,6 +72,7 @@ class Run(OpenRun):
             recipe: its name, such as ``image_classification``.
 
         Raises:
+            RunIsDone: the one to resume is done.
             InputError: the folder holds another run, is in use, cannot be written or cannot be resumed; the launch
                 is not the one of the flags; or nobody is logged in for ``--push_to_hub``.
         """
@@ -80,6 +82,8 @@ class Run(OpenRun):
         with ExitStack() as stack:
             stack.enter_context(recorded())
             args = _with_shard(args, stack.enter_context(launched_shard()))
+            if args.resume:
+                _end_if_done(path, args)
             earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
             notices = []
             if earlier:
@@ -173,9 +177,29 @@ class Run(OpenRun):
 
     def _push(self) -> None:
         """Upload the model of a run that is done; the other ranks have ended, as this may take any time."""
-        name, is_done = self.args.push_to_hub, self.training is not None and self.training.results
-        if name is not None and is_done and self.accelerator.is_main_process:
-            say(push(name, self.folder.path / FINAL, private=self.args.hub_private_repo))
+        is_done = self.training is not None and self.training.results
+        if is_done and self.accelerator.is_main_process:
+            _upload(self.folder.path, self.args)
+
+
+def _upload(folder: Path, args: Any) -> None:
+    if args.push_to_hub is not None:
+        say(push(args.push_to_hub, folder / FINAL, private=args.hub_private_repo))
+
+
+def _end_if_done(folder: Path, args: Any) -> None:
+    """End a run that is done already, as of a job that is queued again; first repeat the upload, which may have failed.
+
+    Raises as ``check_not_done``, and ``InputError`` where nobody is logged in for the upload.
+    """
+    try:
+        check_not_done(folder, args)
+    except RunIsDone:
+        if args.push_to_hub is not None:
+            check_push(args.push_to_hub)
+        if os.environ.get("RANK", "0") == "0":
+            _upload(folder, args)
+        raise
 
 
 def _with_resume(args: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from math import isfinite, nan
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ With ``average="binary"`` F1 is that of class 1, as ``f1``, which is what GLUE r
 all classes that occur, each counting the same, as ``f1_macro``; with ``None``, the default, there is no F1.
 """
 BALANCED = "balanced"
+LARGEST_WEIGHT = 1e10
 TOP_K, MAX_NAMED = 5, 12
 MAX_CONFUSED = 50
 """Classes up to which the results have a confusion matrix."""
@@ -111,8 +112,9 @@ def _weight(place: str, words: Sequence[str]) -> float:
         (weight,) = map(float, words)
     except ValueError:
         weight = nan
-    if not (isfinite(weight) and weight >= 0):
-        raise InputError(f"{place}: {' '.join(words)}: must be a number, finite and at least 0")
+    if not (weight == 0 or 1 / LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT):  # float32 has to hold products and sums
+        rule = f"0, or in [{1 / LARGEST_WEIGHT:g}, {LARGEST_WEIGHT:g}]: only ratios of weights count"
+        raise InputError(f"{place}: {' '.join(words)}: must be a number, {rule}")
     return weight
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from memsave_recipes.checkpoints import commit as commit_module
 from memsave_recipes.checkpoints.commit import (
     Damaged,
     check_space,
@@ -99,8 +98,8 @@ def test_what_the_disk_refuses_is_one_line_and_costs_nothing_older(tmp_path, num
 
 
 def test_a_defect_of_ours_keeps_its_traceback(tmp_path):
-    with pytest.raises(OSError, match="No such file"):
-        commit(tmp_path, "step-1", fail_with(errno.ENOENT))
+    with pytest.raises(ZeroDivisionError):
+        commit(tmp_path, "step-1", lambda folder: 1 / 0)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -193,9 +192,25 @@ def edit(path, old, new):
 
 
 def test_the_errors_of_safetensors_are_understood():
-    text = "Error while serializing: I/O error: No space left on device (os error 28)"
-    with (
-        pytest.raises(InputError, match="the disk is full"),
-        commit_module.disk_errors_as_input_error(Path("run/c"), "step-1"),
+    for text, words in (
+        ("No space left on device (os error 28)", "the disk is full"),
+        ("(os error 2)", "of it is gone"),
     ):
-        raise RuntimeError(text)
+        with pytest.raises(InputError, match=words), disk_errors_as_input_error(Path("run/c"), "step-1"):
+            raise RuntimeError(f"Error while serializing: I/O error: {text}")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FileNotFoundError(errno.ENOENT, "x"), "of it is gone"),
+        (IsADirectoryError(errno.EISDIR, "x"), "a folder has the name of its file"),
+        (OSError(errno.ENXIO, "x"), "no such device or address"),
+    ],
+)
+def test_every_error_of_a_disk_is_one_line(error, words):
+    with pytest.raises(InputError, match=words), disk_errors_as_input_error(Path("run/c"), "step-1"):
+        raise error
+    for other in (ConnectionResetError(errno.ECONNRESET, "a lost rank"), OSError("without a number")):
+        with pytest.raises(type(other)), disk_errors_as_input_error(Path("run/c"), "step-1"):
+            raise other

@@ -28,6 +28,12 @@ def test_a_lock_that_was_deleted_is_taken_again_and_said(held, capsys):
         RunLock(held.folder).acquire()
 
 
+def test_a_folder_in_its_place_is_one_line(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(InputError, match="a folder has the name of its file"):
+        RunLock(tmp_path).acquire()
+
+
 def test_a_run_whose_folder_another_has_taken_ends(held):
     held.path.unlink()
     other = RunLock(held.folder)

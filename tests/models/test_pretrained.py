@@ -17,6 +17,7 @@ from memsave_recipes.models.pretrained import (
     TransformerArguments,
     build_text_classifier,
     build_transformer,
+    configuration_of,
     padding_known,
 )
 
@@ -38,6 +39,15 @@ def test_from_scratch(folder):
     assert model.config._attn_implementation == "eager"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert flags.name == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers"), ("t5", "num_decoder_layers")]
+)
+def test_sizes_of_no_model_are_refused_at_once(model_type, layers):
+    for entry, words in ((f"{layers}={10**9}", "is more than 2000"), ("vocab_size=0", "is less than 1")):
+        with pytest.raises(InputError, match=f"{entry} {words}"):
+            configuration_of(TransformerArguments(model_type=model_type, config_overrides=entry))
 
 
 def test_entries_that_follow_from_the_overrides_follow_them(tmp_path):
@@ -131,7 +141,7 @@ def test_contradictions(flags, message):
     ("flags", "message"),
     [
         ({"model_type": "gpt2", "config_overrides": "n_legs=4"}, "gpt2 cannot be made: .*n_legs"),
-        ({"model_type": "gpt2", "config_overrides": "n_layer=-1"}, "gpt2 cannot be made: n_layer=-1 is negative"),
+        ({"model_type": "gpt2", "config_overrides": "n_layer=-1"}, "gpt2 cannot be made: n_layer=-1 is less than 1"),
         ({"model_type": "gpt2", "config_overrides": "n_head=0"}, "gpt2 cannot be made"),
         ({"model_type": "gpt9"}, "gpt9 cannot be made"),
         (

@@ -133,6 +133,10 @@ def test_cards_have_no_local_paths(run_once, tmp_path):
         assert str(tmp_path) not in text
     assert "from `first/final`" in text
     assert load(second).label_names == ("cat", "dog")
+    third = run_once(*MODELS["vgg_small"], "--dataset", str(data), *flags[2:], folder=tmp_path / "third")
+    card = ModelCard((third / "final" / "README.md").read_text())
+    assert card.data.datasets is None
+    assert str(tmp_path) not in card.content
 
 
 @pytest.fixture(scope="module", params=["vit", pytest.param("resnet", marks=pytest.mark.slow)])

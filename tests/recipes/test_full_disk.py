@@ -11,6 +11,7 @@ from lives import FLAGS, IMAGES, assert_the_same_run
 
 from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.checkpoints.state import RankState
 from memsave_recipes.run import folder as folder_module
 from memsave_recipes.run import training_run
 
@@ -183,3 +184,24 @@ def fill_up(path):
 def test_the_checkpoint_of_the_end_stays_where_checkpoints_were_asked_for(train, tmp_path):
     train(*IMAGES, "--save_every", "4")
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-10", "step-8"]
+
+
+@pytest.mark.parametrize("more", [[], ["--async_save"]])
+@pytest.mark.parametrize("recipe", ["image_classification"], indirect=True)
+def test_a_checkpoint_whose_folder_vanishes_is_one_line(recipe, ending, train, tmp_path, monkeypatch, more):
+    """As a cleaner of old files removes it; the checkpoint before is whole, and the run goes on from it."""
+    write = RankState.write
+
+    def into_nothing(self, folder):
+        if folder.name.endswith("-4"):
+            shutil.rmtree(folder)
+        return write(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankState, "write", into_nothing)
+        code, line = ending(*IMAGES, "--save_every", "2", *more)
+    assert code == 2
+    assert "step-4 cannot be written or deleted, a file or folder of it is gone" in line
+    train(*IMAGES, "--save_every", "2", output="straight")
+    train(*IMAGES, "--save_every", "2", "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")

@@ -8,6 +8,8 @@ from hub_stand_in import ask_at, hub_stand_in, use_caches_in
 from huggingface_hub import constants
 from lives import be_rank
 
+from memsave_recipes.run.failures import run_recipe
+
 RECIPE = "image_classification"
 TOKEN = "hf_" + "s" * 34
 SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--image_size", "16", "--max_steps", "1"]
@@ -46,7 +48,7 @@ def test_two_ranks_upload_the_model_once_and_the_token_is_nowhere(run_on_ranks, 
     assert not [content for content in (*written, printed.encode()) if TOKEN.encode() in content]
 
 
-def test_an_upload_that_fails_costs_nothing(train, serve, tmp_path, capsys):
+def test_an_upload_that_fails_costs_nothing_and_is_repeated(recipe, train, serve, tmp_path, capsys):
     served = serve(401)
     served.failures = [401]
     results = train(*SHORT)
@@ -57,6 +59,22 @@ def test_an_upload_that_fails_costs_nothing(train, serve, tmp_path, capsys):
     assert last.endswith(f"upload it with: hf upload me/model {tmp_path / 'run' / 'final'} --private")
     assert (tmp_path / "run" / "run.log").read_text().splitlines()[-1] == last
     assert served.commits == []
+    served.failures = []
+    again = [*SHORT, "--resume", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
+    run_recipe(lambda: recipe.main(again))  # the same line, queued again
+    assert served.commits == [files_of(tmp_path / "run" / "final")]
+    assert f"the model is on the Hub: {served.url}/me/model" in capsys.readouterr().out
+
+
+def test_a_long_message_of_the_hub_is_cut(train, serve, monkeypatch, capsys):
+    serve(401)
+
+    def fail(*args, **options):
+        raise ValueError("no " * 10**6)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
+    train(*SHORT)
+    assert len(capsys.readouterr().out.splitlines()[-1]) < 1000
 
 
 @pytest.mark.parametrize(

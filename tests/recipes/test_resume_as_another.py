@@ -10,6 +10,7 @@ from lives import IMAGES, assert_the_same_run, rows_of
 from memsave_recipes.checkpoints.commit import write_manifest
 from memsave_recipes.checkpoints.resume import check_same_flags
 from memsave_recipes.run import prepared_run
+from memsave_recipes.run.failures import run_recipe
 
 RECIPE = "image_classification"
 
@@ -149,11 +150,21 @@ def test_a_record_without_its_parts_is_refused(stopped_at_6, refused):
     assert "the record of the checkpoint is not what a run saves" in refused()
 
 
-def test_a_finished_run_without_checkpoints_is_left_alone(train, refused, tmp_path):
+def test_a_finished_run_without_checkpoints_is_left_alone(recipe, train, refused, tmp_path, capsys):
+    """A job that is queued again succeeds; one that asks for more is refused."""
     train(*IMAGES)
-    before = (tmp_path / "run" / "results.json").read_text()
-    assert "kept no checkpoint" in refused()
-    assert (tmp_path / "run" / "results.json").read_text() == before
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    again = [*IMAGES, "--resume", "--report_to", "none", "--logging_steps", "3", "--output_dir", str(tmp_path / "run")]
+    run_recipe(lambda: recipe.main(again))
+    assert capsys.readouterr().out == f"--resume: the run in {tmp_path / 'run'} is done, so nothing is left to do\n"
+    for name, value in (("early_stopping_patience", "3"), ("metric_for_best_model", "accuracy")):
+        assert f"kept no checkpoint, so --resume has nothing to continue with another --{name}" in refused(
+            f"--{name}", value
+        )
+    assert "--max_steps was" in refused("--max_steps", "12")
+    assert "--seed was 0 and is 3" in refused("--seed", "3")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 def test_what_was_searched_is_kept(recipe, train, stopped_at_6, monkeypatch, tmp_path):
