@@ -62,7 +62,7 @@ def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False)
     try:
         torch.empty(1, device=word).item()
     except (RuntimeError, AssertionError, ImportError) as error:  # whatever a torch that was built without it raises
-        raise InputError(f"--device {word} is not there ({first_line(error)}): leave it out") from error
+        raise InputError(f"--device {word} is not there ({first_line(error):.200}): leave it out") from error
     disable_progress_bar()  # of transformers, for every file of weights
     saved = load(folder, trust_remote_code=trust_remote_code)
     saved.model.to(word)

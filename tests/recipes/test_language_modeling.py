@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lives import assert_the_same_weights, curve, launch, rows_of, scratch, write_rows
+from lives import TINY_LLAMA, assert_the_same_weights, curve, launch, rows_of, scratch, write_rows
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -74,6 +74,22 @@ def test_two_ranks_have_the_curve_of_one(train_on_ranks, tmp_path, small, plain)
     assert (two["num_processes"], two["tokens_seen"]) == (2, one["tokens_seen"])
     assert curve(tmp_path / "run") == pytest.approx(curve(plain), rel=1e-12)
     assert two["eval"] == pytest.approx(one["eval"], rel=1e-9)
+
+
+def test_a_mixture_trains_on_its_balancing_loss(train, tmp_path, text_file):
+    """Whose part is that of transformers; the same under a plan, and in no evaluation."""
+    mixture = ["--model_type", "mixtral", "--train_file", text_file, *SHORT, "--micro_batch_size", "8"]
+    shape = f"{TINY_LLAMA},num_local_experts=4,output_router_logits=True,router_aux_loss_coef="
+    found = {}
+    for coefficient in (0, 10):
+        output = tmp_path / str(coefficient)
+        train(*mixture, "--config_overrides", f"{shape}{coefficient}.0", "--loss", "chunked", output=output)
+        found[coefficient] = [row for row in rows_of(output) if row["step"] == 1]
+    ((without,), (balanced, part)) = found.values()
+    assert balanced["train/loss"] == pytest.approx(without["train/loss"] + 10 * part["train/aux_loss"], rel=1e-6)
+    planned = ["--config_overrides", f"{shape}10.0", "--loss", "chunked", "--activation_checkpointing", "full"]
+    train(*mixture, *planned, output=tmp_path / "full")
+    assert_the_same_weights(tmp_path / "full/final", tmp_path / "10/final")
 
 
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
