@@ -341,7 +341,12 @@ class Checkpoints:
         name = f"{BEST}-{step}"
         disk_errors = partial(disk_errors_as_input_error, self.folder, name)
         commit_together(self.accelerator, self.folder, name, writers, disk_errors)
-        on_main_process(self.accelerator, lambda: prune(self.folder, BEST, newest=step, keep=1))
+
+        def prune_best() -> None:
+            with disk_errors():
+                prune(self.folder, BEST, newest=step, keep=1)
+
+        on_main_process(self.accelerator, prune_best)
 
     def find_best(self) -> Path | None:
         """Return ``best-STEP``, if one is there and whole."""
@@ -406,7 +411,7 @@ class Checkpoints:
                 return
             with disk_errors_as_input_error(self.folder, name):
                 finish(temporary, self.folder / name, list(itertools.chain(*entries)))
-            prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
+                prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         except BaseException:
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -168,7 +168,7 @@ def read_problem(adapter: str | Path) -> ProblemType:
 def base_of_adapter(folder: str | Path) -> str:
     """Read the name of the model that adapters were trained on; raise ``InputError`` where there is none."""
     base, beside = adapter_config(folder).get("base_model_name_or_path"), Path(folder, BASE)
-    if not base and beside.is_dir():
+    if beside.is_dir():
         return str(beside)
     if not isinstance(base, str) or not base:
         raise InputError(

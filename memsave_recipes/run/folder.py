@@ -272,6 +272,7 @@ def weight_writers(accelerator: Accelerator, model: nn.Module) -> Iterator[Write
     ``save_pretrained`` joins or splits tensors, for adapters, and for models that are not transformers'.
     """
     unwrapped, wanted = accelerator.unwrap_model(model), accelerator.is_main_process
+    names_of_base = names_in_random_base(unwrapped)  # before peft, as it saves, notes a base on rank 0
     if not is_sharded(unwrapped):
         yield partial(save_model, accelerator, model)
     elif (layout := layout_of(unwrapped, MAX_FILE_BYTES)) is None:
@@ -282,10 +283,11 @@ def weight_writers(accelerator: Accelerator, model: nn.Module) -> Iterator[Write
         for file, names in layout.files.items():
             yield partial(_write_and_free, _named(names, gathered(unwrapped, names.values(), wanted=wanted)), file)
         yield partial(_write_index, layout)
-    if names := names_in_random_base(unwrapped):
+    if names_of_base:
         in_shards = is_sharded(unwrapped)
-        found = gathered(unwrapped, names, wanted=wanted) if in_shards else unwrapped.state_dict()
-        yield partial(_save_base, unwrapped, {names[name]: found[name] for name in names if name in found})
+        found = gathered(unwrapped, names_of_base, wanted=wanted) if in_shards else unwrapped.state_dict()
+        own = {new: found[name] for name, new in names_of_base.items() if name in found}
+        yield partial(_save_base, unwrapped, own)
 
 
 def _save_base(model: Any, weights: dict[str, Tensor], folder: Path) -> None:

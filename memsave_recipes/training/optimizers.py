@@ -229,7 +229,7 @@ def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: i
 
 
 def _phases(optim: OptimizerArguments, arguments: dict[str, Any], num_steps: int) -> dict[str, int]:
-    """Return the steps of the stable phase and of the decay, which may be given as shares of the run.
+    """Return the steps of the stable phase and of the decay, which may be given as a share of the run.
 
     Raises:
         InputError: one is no number of steps, or with the warm-up they are not as long as the run.
@@ -238,10 +238,11 @@ def _phases(optim: OptimizerArguments, arguments: dict[str, Any], num_steps: int
     phases = {}
     for name in {"num_stable_steps", "num_decay_steps"} & arguments.keys():
         given = arguments[name]
-        is_share = isinstance(given, float) and 0 < given < 1
+        is_share = name == "num_decay_steps" and isinstance(given, float) and 0 < given < 1
         is_whole = isinstance(given, int) and not isinstance(given, bool) and given >= 0
-        require(is_share or is_whole, flag, value, f"such that {name} is a number of steps or a share of the run")
-        phases[name] = round(given * num_steps) if is_share else given
+        rule = "a number of steps" + (" or a share of the run" if name == "num_decay_steps" else "")
+        require(is_share or is_whole, flag, value, f"such that {name} is {rule}")
+        phases[name] = max(1, round(given * num_steps)) if is_share else given
     total = optim.warmup_steps + sum(phases.values())
     falls_short = "num_stable_steps" in phases and total < num_steps and not arguments.get("min_lr_ratio")
     if total > num_steps or falls_short:

@@ -1,6 +1,7 @@
 """What a run leaves in ``final/``: others open it, it predicts what the run evaluated, and it trains further."""
 
 import json
+import shutil
 
 import datasets
 import pytest
@@ -295,9 +296,13 @@ def test_adapters_of_a_model_from_scratch_keep_it(recipe, flags, train, labelled
     (tmp_path / "run").rename(tmp_path / "moved")
     load(tmp_path / "moved")
     assert [*tmp_path.glob("moved/checkpoints/best-*/base/model.safetensors")]
+    further = ["--model_name_or_path", tmp_path / "moved/final", *data, "--learning_rate", "0", "--max_steps", "1"]
+    assert train(*further, output="further")["eval"] == pytest.approx(trained, rel=1e-5)
     for more in ([], ["--lora_merge"]):
         again = ["--model_name_or_path", tmp_path / "moved/final", *data, "--eval_only", "--seed", "7", "--overwrite"]
         assert train(*again, *more, output="again")["eval"] == pytest.approx(trained, rel=1e-5)
+    shutil.rmtree(tmp_path / "moved")
+    load(tmp_path / "further")
 
 
 @of_tokens

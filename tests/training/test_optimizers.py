@@ -292,6 +292,7 @@ def test_a_schedule_has_its_arguments(schedule, arguments, factors):
         ("cosine", '{"num_cycles": 1e999}', "of finite numbers"),
         ("warmup_stable_decay", '{"num_decay_steps": 200}', "num_decay_steps 200 do not fit the 10 steps of the run"),
         ("warmup_stable_decay", '{"num_decay_steps": 1.5}', "a number of steps or a share of the run"),
+        ("warmup_stable_decay", '{"num_decay_steps": 1, "num_stable_steps": 0.9}', "num_stable_steps is a number of"),
         ("warmup_stable_decay", '{"num_decay_steps": true}', "a number of steps or a share of the run"),
         ("warmup_stable_decay", '{"num_decay_steps": -1}', "a number of steps or a share of the run"),
         ("warmup_stable_decay", '{"num_decay_steps": 2, "min_lr_ratio": 2}', r"min_lr_ratio is in \[0, 1\]"),
