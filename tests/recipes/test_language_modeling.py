@@ -92,6 +92,16 @@ def test_a_mixture_trains_on_its_balancing_loss(train, tmp_path, text_file):
     assert_the_same_weights(tmp_path / "full/final", tmp_path / "10/final")
 
 
+@pytest.mark.parametrize("shard", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_two_ranks_balance_experts_as_one_with_the_same_forwards(train, train_on_ranks, tmp_path, text_file, shard):
+    shape = f"{TINY_LLAMA},num_local_experts=4,output_router_logits=True,router_aux_loss_coef=10.0"
+    mixture = ["--model_type", "mixtral", "--config_overrides", shape, "--train_file", text_file, *SHORT]
+    mixture += ["--micro_batch_size", "4", "--loss", "chunked"]
+    train(*mixture, output="one")
+    train_on_ranks(2, *mixture, "--shard", shard, "--activation_checkpointing", "full", output="two")
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+
+
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 def test_figures_of_the_evaluation(train, tmp_path, small, packing):
     results = train(*small, packing, "--max_eval_samples", "1000")
