@@ -119,6 +119,7 @@ OF_OBJECTS = {
     "._FSDP_WRAPPED_QUANT_STATE_KEY": lambda: bitsandbytes.optim.AdamW8bit,
     "._apply": nn.Module,
     "._attn_implementation": PreTrainedConfig,
+    "._backward_hooks": lambda: torch.ones(1),
     "._buffers": nn.Module,
     "._can_set_attn_implementation": lambda: PreTrainedModel,
     "._cdata": lambda: torch.ones(1).untyped_storage(),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import inf
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from memsave_recipes.activations.block_state import CONTAINERS, OF_TORCH
+from memsave_recipes.activations.block_state import CONTAINERS
 from memsave_recipes.activations.streaming import stream_of
-from memsave_recipes.sharding.tensors import local
+from memsave_recipes.sharding.tensors import is_sharded, local
 
 
 @contextmanager
@@ -25,12 +26,13 @@ def preserve_state(
     """Put the model into training mode without gradients; afterwards its state is as before.
 
     Put back are buffers, gradients, what modules hold as attributes, and the random number generators of torch (on the
-    host and on ``device``), Python and numpy. No hook acts on accumulated gradients meanwhile, as an optimizer that
-    steps in the backward would, and those of streamed weights go to their parameters.
+    host and on ``device``), Python and numpy. What a first forward installs is taken away: hooks, modules, parameters,
+    classes. No hook acts on accumulated gradients meanwhile, as an optimizer that steps in the backward would, and
+    those of streamed weights go to their parameters.
 
     Args:
         device: of the model; by default that of its parameters.
-        everything: also the parameters that train, which no forward and backward should change.
+        everything: also the large parameters that train, which no forward and backward should change.
 
     Yields:
         The state, from which a run can begin again.
@@ -52,20 +54,26 @@ class SavedState:
     """The state that ``preserve_state`` puts back: tensors as copies on the host, gradients as they are."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, everything: bool) -> None:
-        modules = list(model.modules())
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if everything else []
+        modules, parameters = list(model.modules()), list(model.parameters())
         self.device = device
-        self._parameters = {name: (local(p.detach()), _copy(local(p))) for name, p in trained}
+        self._parameters = {
+            name: (local(p.detach()), _copy(local(p)))
+            for name, p in model.named_parameters()
+            if p.requires_grad and (everything or p.numel() <= MAX_ELEMENTS)
+        }
         self._buffers = [
-            (module, name, buffer, _copy(buffer))
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            (buffer, _copy(buffer)) for module in modules for buffer in module._buffers.values() if buffer is not None
         ]
-        self._attributes = _Attributes(modules, left_out=OF_TORCH - {"training"})
-        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
-        self._hooks = [(of_one, dict(of_one)) for of_one in hooks if of_one]
+        whole = [] if is_sharded(model) else parameters  # FSDP2 replaces parameters around a forward
+        by_name = [module._buffers for module in modules] + [module._parameters for module in modules if whole]
+        self._by_name: list[tuple[Any, dict[str, Any]]] = [(tensors, dict(tensors)) for tensors in by_name]
+        self._kinds = [(module, type(module)) for module in modules]
+        kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__ if not _is_of(kind, BUILT_IN))
+        self._attributes = _Attributes([*modules, *whole, *kinds], left_out=KEPT)
+        self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
+        self._hooks = [
+            (p, dict(p._post_accumulate_grad_hooks or {}), dict(p._backward_hooks or {})) for p in parameters
+        ]
         self._stream = stream_of(model)
         self._leave = None if self._stream is None else self._stream.leave
         self._generators = _read_generators(device)
@@ -73,17 +81,18 @@ class SavedState:
         self._clear_gradients()
 
     def restart(self) -> None:
-        """Put back the state for another run: all as it was, without gradients."""
-        self._put_back_values()
+        """Put back the state for another run, without gradients. The plan that is on the model or off it stays so."""
+        self._put_back_values(but=FORWARD)
         self._clear_gradients()
 
     def put_back(self) -> None:
-        """Put back all as it was, gradients and their hooks too."""
+        """Put back all as it was, gradients and the hooks of parameters too."""
         self._put_back_values()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        for hooks, kept in self._hooks:
-            hooks.update(kept)
+        for parameter, gradient, trains in self._gradients:
+            parameter.requires_grad_(trains).grad = gradient
+        for parameter, of_sums, of_gradients in self._hooks:
+            _refill(parameter._post_accumulate_grad_hooks, of_sums)
+            _refill(parameter._backward_hooks, of_gradients)
         if self._stream is not None:
             self._stream.leave = self._leave
 
@@ -94,13 +103,15 @@ class SavedState:
                 yield name, parameter
 
     @torch.no_grad()
-    def _put_back_values(self) -> None:
-        for parameter, kept in self._parameters.values():
-            _restore(parameter, kept)
-        for module, name, buffer, kept in self._buffers:
-            module._buffers[name] = buffer
-            _restore(buffer, kept)
-        self._attributes.put_back()
+    def _put_back_values(self, but: Collection[str] = ()) -> None:
+        for module, kind in self._kinds:
+            if type(module) is not kind:
+                module.__class__ = kind
+        self._attributes.put_back(but)
+        for tensors, before in self._by_name:
+            _refill(tensors, before)
+        for tensor, kept in (*self._parameters.values(), *self._buffers):
+            _restore(tensor, kept)
         random.setstate(self._python_rng)
         np.random.set_state(self._numpy_rng)
         torch.set_rng_state(self._generators["cpu"])
@@ -108,10 +119,11 @@ class SavedState:
             torch.get_device_module(self.device).set_rng_state(self._generators[str(self.device)], self.device)
 
     def _clear_gradients(self) -> None:
-        for parameter, _ in self._gradients:
+        for parameter, _, _ in self._gradients:
             parameter.grad = None
-        for hooks, _ in self._hooks:
-            hooks.clear()
+        for parameter, _, of_gradients in self._hooks:
+            _refill(parameter._post_accumulate_grad_hooks, {})
+            _refill(parameter._backward_hooks, of_gradients)
         if self._stream is not None:
             self._stream.leave = None
 
@@ -142,6 +154,8 @@ def _restore(tensor: Tensor, kept: Tensor) -> None:
 def _is_same(tensor: Tensor, kept: Tensor) -> bool:
     if _has_no_values(tensor):
         return True
+    if tensor.layout != torch.strided:
+        return False
     now = tensor.detach().cpu()
     return now.dtype == kept.dtype and torch.equal(_bytes(now), _bytes(kept))  # bytes, so that a NaN equals itself
 
@@ -240,15 +254,25 @@ def running_blocks(
 
 
 MAX_ELEMENTS = 100_000
-"""Of an attribute that is put back. Larger ones are data and weights, which no forward changes."""
+"""Of what is put back in place. Larger ones are data and weights, which no forward changes."""
+HOLDERS = (tuple, *CONTAINERS)
+OPAQUE = (Tensor, nn.Module, type, ModuleType)
+"""Of which no attributes are put back where others hold them."""
+BUILT_IN = ("torch", "builtins", "abc", "typing")
+"""Packages with classes of which no forward changes the attributes."""
+OURS = (*BUILT_IN, "memsave_recipes")
+"""Packages with objects that are left alone."""
+FORWARD = ("forward",)
+KEPT = ("_parameters", "_buffers", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+"""Attributes of modules: names of tensors (``SavedState``), and hooks that FSDP2 registers once, in a first forward."""
 _ABSENT = object()
 
 
 @contextmanager
 def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
-    """Put the attributes of ``owners`` back: numbers, texts, tensors, and containers of these.
+    """Put the attributes of ``owners`` back, and of the objects that they hold: numbers, texts, tensors, containers.
 
-    Other objects are put back where they were, and not changed themselves.
+    What these objects hold is put back where it was, and not changed itself.
     """
     attributes = _Attributes(owners)
     try:
@@ -258,29 +282,47 @@ def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes of ``owners`` now, without those ``left_out`` and the forwards that a plan has replaced."""
+    """The attributes of ``owners`` and of the objects that they hold now, without those ``left_out``."""
 
     def __init__(self, owners: Iterable[Any], *, left_out: Collection[str] = ()) -> None:
-        self._left_out = {*left_out, "forward"}
-        self._kept = [
-            (
-                vars(owner),
-                set(vars(owner)),
-                {
-                    name: _restorer(value)
-                    for name, value in vars(owner).items()
-                    if name not in self._left_out and _num_elements(value) <= MAX_ELEMENTS
-                },
-            )
-            for owner in owners
+        self._left_out = frozenset(left_out)
+        found = {id(owner): owner for owner in owners}
+        held = [one for owner in found.values() for value in vars(owner).values() for one in _objects_in(value)]
+        found |= {id(one): one for one in held if id(one) not in found}
+        self._kept = [(owner, {name: _restorer(value) for name, value in self._own(owner)}) for owner in found.values()]
+
+    def _own(self, owner: Any) -> list[tuple[str, Any]]:
+        is_class = isinstance(owner, type)
+        return [
+            (name, value)
+            for name, value in vars(owner).items()
+            if name not in self._left_out and not (is_class and name.startswith("__"))
         ]
 
-    def put_back(self) -> None:
-        """Set them again, and take away those that are new."""
-        for attributes, before, restorers in self._kept:
-            for added in attributes.keys() - before - self._left_out:
-                del attributes[added]
-            attributes.update({name: restore() for name, restore in restorers.items()})
+    def put_back(self, but: Collection[str] = ()) -> None:
+        """Set them again, but for those named, and take away those that are new."""
+        for owner, restorers in self._kept:
+            for name, _ in self._own(owner):
+                if name not in restorers and name not in but:
+                    delattr(owner, name) if isinstance(owner, type) else vars(owner).pop(name)
+            for name, restore in restorers.items():
+                value = restore()
+                if name not in but and vars(owner).get(name, _ABSENT) is not value:
+                    setattr(owner, name, value) if isinstance(owner, type) else vars(owner).update({name: value})
+
+
+def _is_of(kind: type, packages: Collection[str]) -> bool:
+    return kind.__module__.partition(".")[0] in packages
+
+
+def _objects_in(value: Any) -> Iterator[Any]:
+    """Yield the objects with attributes in an attribute, and in its containers."""
+    if isinstance(value, HOLDERS):
+        if _num_elements(value) <= MAX_ELEMENTS:
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from _objects_in(one)
+    elif not (isinstance(value, OPAQUE) or _is_of(type(value), OURS)) and hasattr(value, "__dict__"):
+        yield value
 
 
 @contextmanager
@@ -300,7 +342,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _num_elements(value: Any) -> float:
     if isinstance(value, Tensor):
         return value.numel()
-    if not isinstance(value, CONTAINERS):
+    if not isinstance(value, HOLDERS):
         return 1
     if len(value) > MAX_ELEMENTS:
         return inf
@@ -309,32 +351,42 @@ def _num_elements(value: Any) -> float:
 
 def _restorer(value: Any) -> Callable[[], Any]:
     """Make a function that puts ``value`` back as it is now, and returns it."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return _tensor_restorer(value)
-    return _container_restorer(value) if isinstance(value, CONTAINERS) else lambda: value
+    is_copied = isinstance(value, (Tensor, *HOLDERS)) and not isinstance(value, nn.Parameter)
+    if not is_copied or _num_elements(value) > MAX_ELEMENTS:
+        return lambda: value
+    return _tensor_restorer(value) if isinstance(value, Tensor) else _container_restorer(value)
 
 
 def _tensor_restorer(tensor: Tensor) -> Callable[[], Tensor]:
-    version, kept = tensor._version, tensor.detach().clone()
+    kept = _copy(tensor)
 
     @torch.no_grad()
     def restore() -> Tensor:
-        if tensor._version != version:
-            tensor.copy_(kept)
+        _restore(tensor, kept)
         return tensor
 
     return restore
 
 
 def _container_restorer(container: Any) -> Callable[[], Any]:
-    is_dict = isinstance(container, dict)
-    restorers = {key: _restorer(entry) for key, entry in (container.items() if is_dict else enumerate(container))}
+    restorers = {key: _restorer(entry) for key, entry in _entries(container).items()}
 
     def restore() -> Any:
-        put_back = {key: restore() for key, restore in restorers.items()}
-        container.clear()
-        add = container.update if hasattr(container, "update") else container.extend
-        add(put_back if is_dict else put_back.values())
+        _refill(container, {key: restore() for key, restore in restorers.items()})
         return container
 
     return restore
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    return dict(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _refill(container: Any, entries: dict[Any, Any]) -> None:
+    """Let a container, if there is one, hold ``entries`` again; it is written on only where it holds others."""
+    now = {} if container is None else _entries(container)
+    if list(now) == list(entries) and all(now[key] is entry for key, entry in entries.items()):
+        return
+    container.clear()
+    add = container.update if hasattr(container, "update") else container.extend
+    add(entries if isinstance(container, dict) else entries.values())

@@ -233,38 +233,41 @@ def test_rng_that_has_moved_on(build, plant):
     assert (verdict.first.kind, verdict.first.name, verdict.num_different) == ("RNG", "cpu", 1)
 
 
+COUNTED = SimpleNamespace(calls=0)
+
+
 class Counting(nn.Module):
     """Multiplies by how often it was called, which it counts in ``home``."""
+
+    calls = 0
 
     def __init__(self, home):
         super().__init__()
         self.home = home
         self.weight = nn.Parameter(torch.ones(4))
-        self.calls = 0
         self.register_buffer("count", torch.tensor(0.0))
 
     def forward(self, x):
         if self.home == "buffer":
             self.count = self.count + 1  # another tensor, not another value
             return x * self.weight * torch.sin(self.count)
-        holder = Counting if self.home == "global" else self
+        holder = {"class": Counting, "global": COUNTED}.get(self.home, self)
         holder.calls = holder.calls + 1
         return x * self.weight * holder.calls
 
 
 def counting_case(build, home):
     case = build("vit")
-    Counting.calls = 0
+    Counting.calls = COUNTED.calls = 0
     case.model = nn.Sequential(nn.Linear(4, 4), Counting(home), nn.Linear(4, 4))
-    if home == "global":
-        del case.model[1].calls
     case.batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     case.loss_of = lambda model, batch: model(batch).square().mean()
     return case
 
 
-def test_a_counter_in_the_module_counts_once(build):
-    case = counting_case(build, "attribute")
+@pytest.mark.parametrize("home", ["attribute", "class"])
+def test_a_counter_in_the_module_or_its_class_counts_once(build, home):
+    case = counting_case(build, home)
     assert verdict_on(case).passed
     assert case.model[1].calls == 0
 
