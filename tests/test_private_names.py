@@ -111,6 +111,10 @@ def fused():
     return torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True)
 
 
+def sparse():
+    return torch.eye(2).to_sparse()
+
+
 def fabric():
     return pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
 
@@ -129,6 +133,7 @@ OF_OBJECTS = {
     "._get_help_string": lambda: argparse.HelpFormatter,
     "._get_sequence_number_for_group": lambda: torch.distributed.ProcessGroup,
     "._hf_hook": hooked,
+    "._indices": sparse,
     "._keys_to_ignore_on_save": lambda: PreTrainedModel,
     "._modules": nn.Module,
     "._monitor_workers": lambda: SimpleElasticAgent,
@@ -141,6 +146,7 @@ OF_OBJECTS = {
     "._schema": lambda: torch.ops.aten.mm.default,
     "._step_supports_amp_scaling": fused,
     "._strategy": fabric,
+    "._values": sparse,
     "._version": lambda: torch.ones(1),
     "._weight_conversions": lambda: SimpleNamespace(
         **dict.fromkeys(convert_and_load_state_dict_in_model.__code__.co_names)

@@ -17,14 +17,24 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from memsave_recipes.errors import InputError
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 """They have no forward: whoever holds them calls their children."""
+OF_DENSE_BLOCKS = (
+    ("memsave_recipes.models.convnets", "DenseBlock.forward"),
+    ("timm.models.densenet", "DenseBlock.forward"),
+    ("torchvision.models.densenet", "_DenseBlock.forward"),
+)
+"""Forwards that give each child the list of all feature maps before it, and return them all as one."""
 State = tuple[Tensor, ...]
 """The input and output of blocks: one tensor, or the list of feature maps inside a dense block."""
 
@@ -70,6 +80,11 @@ class CalledLayers:
 Stack = SequentialStack | CalledLayers
 
 
+def _forward_of(module: nn.Module) -> Any:
+    """That of its class; the classes of TorchScript have none."""
+    return getattr(type(module), "forward", None)
+
+
 def begins_in_place(module: nn.Module) -> bool:
     """Whether ``module`` overwrites its input, as ``nn.ReLU(inplace=True)`` does."""
     return getattr(module, "inplace", False) is True
@@ -82,7 +97,11 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
     ``nn.Sequential``, and ``nn.ModuleList`` or ``nn.ModuleDict`` of layers alike, with the stems before them. A model
     with none of them has no stacks.
+
+    Raises:
+        InputError: a lazy module has not run.
     """
+    _refuse_lazy(model)
     if declared := getattr(model, "activation_stacks", None):
         return [sequence_of(name, model.get_submodule(name)) for name in declared]
     return _transformer_layers(model) or _stacks_of_containers(model)
@@ -93,8 +112,16 @@ def named_stack(model: nn.Module, names: Sequence[str]) -> CalledLayers:
 
     Raises:
         AttributeError: it has no module of such a name.
+        InputError: TorchScript runs one of them, or a lazy module has not run.
     """
-    return CalledLayers(tuple(Layer(name, model.get_submodule(name)) for name in names))
+    _refuse_lazy(model)
+    layers = tuple(Layer(name, model.get_submodule(name)) for name in names)
+    for layer in layers:
+        if not _can_be_called(layer):
+            raise InputError(
+                f"blocks {layer.name}: TorchScript runs it, not a forward that a plan replaces: leave it out"
+            )
+    return CalledLayers(layers)
 
 
 def find_bottlenecks(model: nn.Module) -> list[Stack]:
@@ -155,6 +182,19 @@ def _transformer_layers(model: nn.Module) -> list[Stack]:
     ]
 
 
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"model: {name} of a lazy module has no size before its first forward: run one forward first"
+            )
+
+
+def _can_be_called(layer: Layer) -> bool:
+    """TorchScript has no forward that could be replaced."""
+    return not isinstance(layer.module, torch.jit.ScriptModule)
+
+
 def _parent_name(layer: Layer) -> str:
     return layer.name.rpartition(".")[0]
 
@@ -168,7 +208,7 @@ def _joinable(siblings: list[Layer]) -> Iterator[tuple[Layer, ...]]:
 
 
 def _returns_tensor(module: nn.Module) -> bool:
-    return inspect.signature(type(module).forward).return_annotation in (Tensor, "torch.Tensor", "Tensor")
+    return inspect.signature(_forward_of(module)).return_annotation in (Tensor, "torch.Tensor", "Tensor")
 
 
 def _stacks_of_containers(model: nn.Module) -> list[Stack]:
@@ -193,6 +233,8 @@ def _stacks_in(model: nn.Module, name: str, container: nn.Module) -> list[Stack]
     if not _is_looped_over(model, name):
         return [sequence_of(name, container)]
     layers = _layers_in(name, container)
+    if not all(map(_can_be_called, layers)):
+        return []
     return [CalledLayers((layer,)) for layer in layers] if isinstance(container, LISTS) else [CalledLayers(layers)]
 
 
@@ -211,7 +253,7 @@ def _containers(model: nn.Module) -> set[str]:
     covered: set[nn.Module] = set()
     for name, module in model.named_modules():
         # A subclass with a forward of its own need not run its children in order.
-        is_sequence = type(module).forward is nn.Sequential.forward and any(module.children())
+        is_sequence = _forward_of(module) is nn.Sequential.forward and any(module.children())
         is_list = _lists_layers(module) and _is_looped_over(model, name)
         if module not in covered and (is_sequence or is_list or _is_shared_layer(model, name, module)):
             names.add(name)
@@ -246,7 +288,7 @@ def _is_stem(name: str, module: nn.Module, containers: set[str]) -> bool:
     parent = name.rpartition(".")[0]
     inside_or_above = any(_is_below(name, other) or _is_below(other, name) for other in containers)
     beside = any(_is_below(other, parent) for other in containers)
-    is_called = not isinstance(module, LISTS)
+    is_called = not isinstance(module, (*LISTS, torch.jit.ScriptModule))
     return beside and not inside_or_above and is_called and any(module.children())
 
 
@@ -308,7 +350,8 @@ def sequence_of(name: str, root: nn.Module) -> SequentialStack:
     prefix = f"{name}." if name else ""
     blocks: list[Block] = []
     for child_name, child in root.named_children():
-        if type(child).__name__ in ("DenseBlock", "_DenseBlock"):
+        forward = _forward_of(child)
+        if (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) in OF_DENSE_BLOCKS:
             blocks += _dense_blocks(f"{prefix}{child_name}", child)
         elif blocks and isinstance(blocks[-1].run, _Run) and _belongs_to_the_block_before(child):
             modules = (*blocks[-1].modules, child)

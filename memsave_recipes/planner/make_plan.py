@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.blocks import named_stack
 from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import (
@@ -175,17 +176,17 @@ def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -
     """Return the names of the blocks that the user names; none where they are to be found.
 
     Raises:
-        InputError: the model has none of that class.
+        InputError: the model has none of that class, or none that ``named_stack`` takes.
     """
     if not isinstance(blocks, type):
         there = dict(model.named_modules())
         if missing := [name for name in blocks or () if name not in there]:
             raise InputError(f"blocks {missing[0]}: {type(model).__name__} has no module of that name")
-        return list(blocks or ())
+        return [block.name for block in named_stack(model, blocks or ()).blocks]
     names = [name for name, module in model.named_modules() if isinstance(module, blocks)]
     if not names:
         raise InputError(f"blocks {blocks.__name__}: {type(model).__name__} has no such modules")
-    return names
+    return names_of(model, names)
 
 
 def _predicted(

@@ -15,7 +15,7 @@ NOTE [ rounds ]
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -37,7 +37,7 @@ from memsave_recipes.plans.chain import Chain, allocated_bytes
 from memsave_recipes.plans.plan import as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter, Part, StepTracer
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter, Part, StepTracer, storages_in
 
 AGREE, MOST_ROUNDS, MOST_S = 0.01, 4, 10.0
 """Of NOTE [ rounds ]."""
@@ -82,8 +82,8 @@ class Workload:
 
     def _bytes_of(self, tensors: Sequence[Tensor]) -> int:
         """Add up storages, and what is copied ahead."""
-        on_cpu, storages = self.device.type == "cpu", [tensor.untyped_storage() for tensor in tensors]
-        sizes = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}
+        on_cpu = self.device.type == "cpu"
+        sizes = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages_in(tensors)}
         return allocated_bytes(sizes.values(), on_cpu=on_cpu) + ahead_bytes(self.model, on_cpu=on_cpu)
 
 
@@ -249,12 +249,25 @@ def kinds_of(model: nn.Module, names: Sequence[str]) -> list[Hashable]:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     if any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters()):
         return []
-    entries = vars(model.config).values() if hasattr(model, "config") else ()
-    of_each = [entry for entry in entries if isinstance(entry, list | tuple) and len(entry) == len(layers)]
+    of_each = [
+        entry
+        for entry in _values_of(getattr(model, "config", None))
+        if isinstance(entry, list | tuple) and len(entry) == len(layers)
+    ]
     setups = [
         tuple((name, type(module), _settings(module)) for name, module in layer.named_modules()) for layer in layers
     ]
     return [(setup, *(_comparable(entry[at]) for entry in of_each)) for at, setup in enumerate(setups)]
+
+
+def _values_of(config: Any) -> Iterable[Any]:
+    """Yield those of a configuration: an object, also one with slots, a mapping or a named tuple."""
+    if isinstance(config, Mapping):
+        return config.values()
+    if isinstance(config, tuple):
+        return config
+    slots = [name for kind in type(config).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(config, "__dict__", {}).values(), *(getattr(config, name, None) for name in slots)]
 
 
 def _settings(module: nn.Module) -> Hashable:

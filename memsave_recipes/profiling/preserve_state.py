@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.activations.block_state import CONTAINERS
@@ -66,7 +67,11 @@ class SavedState:
         ]
         whole = [] if is_sharded(model) else parameters  # FSDP2 replaces parameters around a forward
         by_name = [module._buffers for module in modules] + [module._parameters for module in modules if whole]
-        self._by_name: list[tuple[Any, dict[str, Any]]] = [(tensors, dict(tensors)) for tensors in by_name]
+        self._by_name: list[tuple[Any, dict[str, Any]]] = [
+            (tensors, dict(tensors))
+            for tensors in by_name
+            if isinstance(tensors, dict)  # TorchScript has others
+        ]
         self._kinds = [(module, type(module)) for module in modules]
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__ if not _is_of(kind, BUILT_IN))
         self._attributes = _Attributes([*modules, *whole, *kinds], left_out=KEPT)
@@ -154,7 +159,7 @@ def _restore(tensor: Tensor, kept: Tensor) -> None:
 def _is_same(tensor: Tensor, kept: Tensor) -> bool:
     if _has_no_values(tensor):
         return True
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
     now = tensor.detach().cpu()
     return now.dtype == kept.dtype and torch.equal(_bytes(now), _bytes(kept))  # bytes, so that a NaN equals itself
@@ -244,12 +249,20 @@ def running_blocks(
         ran.setdefault(name)
         return method(*args, **kwargs)
 
+    scripted: dict[nn.Module, str] = {}
     with ExitStack() as recording:
         for name in (name for names in stacks for name in names):
             module = model.get_submodule(name.partition("..")[0])
+            if isinstance(module, torch.jit.ScriptModule):  # whose forward cannot be replaced
+                scripted[module] = name
+                continue
             recording.enter_context(replaced(module, "forward", partial(recorded, name, module.forward)))
+        if scripted:
+            note = register_module_forward_pre_hook(lambda module, _: ran.setdefault(scripted.get(module, "")))
+            recording.enter_context(note)
         with preserve_state(model, device), without_layerdrop(model), torch.no_grad():
             forward()
+    ran.pop("", None)
     return list(ran)
 
 

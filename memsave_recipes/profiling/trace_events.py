@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -322,7 +322,7 @@ class StepTracer:
     def _follow(self, part: Part, current: Part, flowing: list[Tensor]) -> None:
         """Find out which inputs of earlier blocks are still there: rule 5 of the NOTE."""
         if part.block is not None and current.block is None:
-            self._before_blocks += [StorageWeakRef(tensor.untyped_storage()) for tensor in flowing]
+            self._before_blocks += map(StorageWeakRef, storages_in(flowing))
         elif part.block is None and current.block is not None:
             self._outlive = {ref.cdata for ref in self._before_blocks if not ref.expired()} - current.inputs.keys()
 
@@ -414,11 +414,24 @@ class StepTracer:
     def _storages(self, tensors: Iterable[Tensor]) -> Storages:
         """Return the storages that are not resident."""
         found: Storages = {}
-        for storage in [tensor.untyped_storage() for tensor in tensors] if self.counting else ():
+        for storage in storages_in(tensors) if self.counting else ():
             self._references.append(StorageWeakRef(storage))
             if storage._cdata not in self._resident:
                 found[storage._cdata] = allocated_bytes([storage.nbytes()], on_cpu=self.on_cpu)
         return found
+
+
+def storages_in(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Return those of ``tensors``, and of the indices and values of sparse ones."""
+    dense: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.layout == torch.sparse_coo:
+            dense += [tensor._indices(), tensor._values()]
+        elif tensor.layout == torch.sparse_csr:
+            dense += [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        else:
+            dense.append(tensor)
+    return [tensor.untyped_storage() for tensor in dense]
 
 
 def _output_of(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
