@@ -168,14 +168,21 @@ class GlobalBatches:
     def largest_forward(self, layout: BatchLayout) -> Callable[[], Batch]:
         """Makes what the largest forward of a step takes, outside of steps, anew for each forward.
 
-        All ranks take as many samples; the longest, where the data set has a ``longest(count)``.
+        All ranks take as many samples; the longest, where the data set has a ``longest(count)``. If others are shorter,
+        the forward takes the mask of a padded row, which hides nothing here.
         """
         sizes = layout.largest_forward(min(layout.global_batch_size, self.order.num_samples))
-        count = sum(sizes)
-        longest = iter(self.dataset.longest(count) if hasattr(self.dataset, "longest") else range(count))
+        order = self.dataset.longest(len(self.dataset)) if hasattr(self.dataset, "longest") else range(sum(sizes))
+        longest = iter(order)
         micro_batches = [
             self.collate_fn([self.dataset[SampleKey(index)] for index in islice(longest, size)]) for size in sizes
         ]
+        mixed: list[dict[str, Any]] = [
+            batch for batch, size in zip(micro_batches, sizes, strict=True) if size > 1 and "is_padded" in batch
+        ]
+        if mixed and len(self.dataset[order[0]]["input_ids"]) > len(self.dataset[order[-1]]["input_ids"]):
+            for micro_batch in mixed:
+                micro_batch["is_padded"] = True
         on_device = send_to_device(micro_batches, self.accelerator.device)
         return partial(layout.joined, on_device, self._rank, layout.num_processes)
 
