@@ -220,7 +220,7 @@ def evaluate_classifier(
     model.eval()
     for batch in batches:
         logits, labels = logits_of(model, batch), batch["labels"]
-        losses.append(loss.sum_of(logits, labels))
+        losses.append(loss.sum_of(logits, labels).cpu())  # as many as there are batches
         answers = _answers(logits, labels, problem_type)
         predicted, expected = gather_counted(accelerator, answers, labels)
         outcomes.append((predicted.cpu(), expected.cpu()))

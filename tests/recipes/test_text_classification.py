@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from lives import ROOT, assert_the_same_weights, curve, launch, write_rows
+from lives import ROOT, assert_the_same_weights, curve, launch, with_context, write_rows
 from samples import sample
 from transformers import (
     AutoModelForSequenceClassification,
@@ -311,3 +311,12 @@ def test_a_multimodal_classifier_trains_whole(train, base, tmp_path, kind):
 @pytest.mark.parametrize("kind", sample(["zamba2"], ["jamba", "zamba2"]))
 def test_adapters_that_make_another_model_when_they_are_merged(base, refuse, kind):
     assert "--lora_merge would make another model" in refuse(*base(kind), "--lora", "--lora_merge")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_evaluation_takes_no_more_than_was_predicted_however_many_batches_it_has(train):
+    """As its losses wait on the host; next to nothing trains here, so that it has the peak."""
+    flags = ["--global_batch_size", "2", "--micro_batch_size", "2", "--freeze_backbone", "--max_steps", "2"]
+    plan = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", str(with_context(0.5))]
+    results = train(*MODELS["bert"], *SHORT[-4:], *flags, *plan)
+    assert results["memory"]["prediction_error_pct"] >= 0
