@@ -54,7 +54,7 @@ LATER = {
     "sequence_parallel": 1,
 }
 """Flags that runs of an earlier version did not have, and how they were trained."""
-SAME = {"offload_optimizer": {NONE, "state"}}
+SAME: dict[str, set[str | None]] = {"offload_optimizer": {NONE, "state"}, "text_column": {None, "text"}}
 """Values of flags that give the same bits."""
 ROUNDS = {
     **dict.fromkeys(("shard", "reduce_gradients", "sequence_parallel"), "ranks add gradients in another order"),

@@ -5,6 +5,7 @@ import random
 import re
 
 import datasets
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -470,3 +471,59 @@ def test_reasoning_that_is_dropped_is_counted_and_not_learned(tokenizer):
     assert tokens.num_dropped == 2 * 2
     written = ["weather", '{"city": "Köln"}', "Nobody.", "so", "Wait.", "weather", '{"city": "Rome"}', "Nobody."]
     assert tokens.num_bytes == 2 * sum(len(text.encode()) for text in written)
+
+
+# Turns that are not to count, and arguments of the template
+
+TWICE = [QUESTION, REPLY, {"role": "user", "content": "Again?"}, {"role": "assistant", "content": "Somebody."}]
+
+
+def tokenized(chat, tokenizer, **options):
+    """All that counts of a conversation, all of it, and its figures."""
+    tokens = tokenize_conversations(datasets.Dataset.from_list([as_row({"tools": None, **chat})]), tokenizer, **options)
+    span = np.array([[0, tokens.lengths[0]]])
+    ids = tokens.read(span)
+    texts = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in (ids[tokens.is_counted(span)], ids))
+    return *texts, tokens
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_token_of_a_turn_that_is_not_to_count_does(tokenizer, name, marked):
+    tokenizer = with_template(tokenizer, name, marked=marked)
+    for uncounted, words in (([1], "Somebody."), ([3], "Nobody."), ([0, 1, 2], "Somebody.")):
+        text, _, tokens = tokenized({"messages": TWICE, "uncounted": uncounted}, tokenizer)
+        assert text.replace("<think>\n\n</think>\n\n", "").strip() == words + ENDS[name]
+        assert tokens.num_bytes == len(words)
+    text, _, _ = tokenized({"messages": TWICE, "uncounted": [3]}, tokenizer, train_on_prompt=True)
+    assert "Again?" in text
+    assert "Somebody." not in text
+    with pytest.raises(InputError, match="--train_on_prompt counts all tokens, and a conversation has a turn that is"):
+        tokenized({"messages": TWICE, "uncounted": [0]}, tokenizer, train_on_prompt=True)
+
+
+def test_marks_that_do_not_tell_turns_apart_are_refused(tokenizer):
+    joined = with_template(tokenizer, "ChatML", marked=True)
+    joined.chat_template = joined.chat_template.replace(
+        "{%- if add", "{%- generation %}!{%- endgeneration %}{%- if add"
+    )
+    assert tokenized({"messages": TWICE}, joined)[0].endswith("!")
+    with pytest.raises(InputError, match="a conversation: the chat template does not show which turn is not to count"):
+        tokenized({"messages": TWICE, "uncounted": [1]}, joined)
+
+
+@pytest.mark.parametrize("options", [{"enable_thinking": False}, {"enable_thinking": True}, {}])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_row_tells_its_template_what_transformers_does(tokenizer, marked, options):
+    thinks = with_template(tokenizer, "ChatML", marked=marked)
+    block = "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{%- endif %}"
+    thinks.chat_template = thinks.chat_template.replace("{{- message.content", block + "{{- message.content", 1)
+    expected = thinks.apply_chat_template(TWICE, tokenize=False, **options)
+    assert ("<think>" in expected) == (options.get("enable_thinking") is False)
+    counted, whole, _ = tokenized({"messages": TWICE, "options": options}, thinks)
+    assert whole == expected
+    assert counted.count("<think>") == expected.count("<think>")
+    prompt = render_prompt({"messages": TWICE[:3], "tools": None, "options": options}, thinks)
+    assert prompt == thinks.apply_chat_template(TWICE[:3], tokenize=False, add_generation_prompt=True, **options)
+    with pytest.raises(InputError, match="chat_template_kwargs has tokenize, which is the run's: take it out"):
+        tokenized({"messages": TWICE, "options": {"tokenize": True}}, thinks)

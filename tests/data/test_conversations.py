@@ -80,9 +80,11 @@ def test_other_keys_do_not_matter_and_messages_come_before_a_prompt(write):
     assert messages_of(load(path).train)[0] == [USER, REPLY]
 
 
-def test_a_row_with_text_is_a_document(write):
+def test_messages_come_before_a_text_that_no_flag_names(write):
     path = write([{"text": "once", "messages": [USER, REPLY]}])
-    assert not names_conversations(TextArguments(train_file=[path]))
+    assert names_conversations(TextArguments(train_file=[path]))
+    assert load(path).notice == "column text is not used"
+    assert not names_conversations(TextArguments(train_file=[path], text_column="text"))
     assert names_conversations(TextArguments(train_file=[path], text_column="body"))
     assert not names_conversations(TextArguments(train_file=[write([{"text": "once"}])]))
     assert not names_conversations(TextArguments())
@@ -153,7 +155,37 @@ BAD = {
     ),
     "messages that are no JSON": ({"messages": "Who?"}, "row 2: messages is text and no JSON"),
     "the old way to call": (turns(USER, {**REPLY, "function_call": {"name": "x"}}), "message 2 has function_call"),
-    "a turn that is not to be learned": (turns(USER, {**REPLY, "weight": 0}), "message 2 has weight"),
+    "the only turn is not to be learned": (turns(USER, {**REPLY, "weight": 0}), "row 2 has no turn .* that counts"),
+    "half a turn": (
+        turns(USER, {**REPLY, "weight": 0.5}),
+        "message 2 has weight 0.5, and a turn counts in the loss or",
+    ),
+    "a part of a turn": (turns(USER, {**REPLY, "train_detail": [{"end": 1}]}), "message 2 has train_detail, which is"),
+    "a mark and its opposite": (turns(USER, {**REPLY, "loss": 1, "masked": True}), "message 2 is to count by one"),
+    "too few marks": ({**turns(USER, REPLY, USER), "loss_mask": [1, 0]}, "2 values of loss_mask for 3 messages"),
+    "a row that is not to be learned": ({**turns(USER, REPLY), "train": False}, "row 2 has no turn .* that counts"),
+    "two system messages": ({**turns(SYSTEM, USER, REPLY), "system": "Else."}, "row 2 begins with another system"),
+    "two system columns": (
+        {**turns(USER, REPLY), "system": "a", "system_prompt": "b"},
+        "has different texts as system",
+    ),
+    "a system message that is no text": ({**turns(USER, REPLY), "system": 1}, "row 2 system has no text as its text"),
+    "template arguments": (
+        {**turns(USER, REPLY), "chat_template_kwargs": [1]},
+        "chat_template_kwargs is no JSON object",
+    ),
+    "two wishes": (
+        {**turns(USER, REPLY), "enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+        "has another enable_thinking in",
+    ),
+    "NaN": (
+        turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": float("nan")}}]}),
+        "row 2 holds NaN or an infinite number",
+    ),
+    "NaN in a JSON text": (
+        turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": [Infinity]}'}]}),
+        "row 2 holds NaN or an infinite number",
+    ),
     "a tool without a name": ({**turns(USER, REPLY), "tools": [{"description": "x"}]}, "row 2 has tools without"),
     "half a surrogate in a call": (
         turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}),
@@ -290,11 +322,108 @@ def test_shared_gpt_has_calls_as_turns_of_their_own(write):
     assert found["tools"] == TOOLS[:1]
 
 
-def test_null_in_arguments_is_kept_in_json_texts_alone(write):
-    calls = [{"name": "f", "arguments": arguments} for arguments in ({"a": None, "b": [None]}, '{"a": null}')]
-    row = turns(USER, {"role": "assistant", "tool_calls": calls})
-    (chat,) = messages_of(load(write([row])).train)
-    assert [call["function"]["arguments"] for call in chat[1]["tool_calls"]] == [{"b": [None]}, {"a": None}]
+@pytest.mark.parametrize(("name", "kept"), [("a.jsonl", True), ("a.json", True), ("a.csv", True), ("a.parquet", False)])
+def test_null_is_padding_in_parquet_alone(write, name, kept):
+    given = {"seat": None, "row": {"x": None, "y": [1]}}
+    properties = {"city": {"type": "string", "default": None}}
+    calls = [{"name": "f", "arguments": given}]
+    row = {
+        **turns(USER, {"role": "assistant", "content": "", "tool_calls": calls}, REPLY),
+        "tools": [{"name": "f", "parameters": properties}],
+    }
+    chat = json.loads(load(write([row], name)).train["conversation"][0])
+    expected = given if kept else {"row": {"y": [1]}}
+    assert chat["messages"][1]["tool_calls"][0]["function"]["arguments"] == expected
+    assert ("default" in chat["tools"][0]["function"]["parameters"]["city"]) == kept
+    text = turns(USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": null}'}]})
+    chat = json.loads(load(write([text], name)).train["conversation"][0])
+    assert chat["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+
+
+AGAIN = {"role": "assistant", "content": "Somebody."}
+TURNS = [USER, REPLY, USER, AGAIN]
+
+
+def in_shared_gpt(messages):
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names[one.pop("role")], "value": one.pop("content"), **one} for one in map(dict, messages)]
+
+
+MARKED = {
+    "false": {"loss": False},
+    "a zero": {"weight": 0},
+    "a fraction of zero": {"weight": 0.0},
+    "a text": {"train": "False"},
+    "the opposite": {"masked": True},
+    "two marks": {"trainable": False, "loss_mask": 0},
+}
+
+
+@pytest.mark.parametrize("mark", MARKED.values(), ids=MARKED)
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.csv", "chats.parquet"])
+def test_a_turn_that_is_not_to_count_is_kept_and_named(write, mark, name):
+    marked = [USER, {**REPLY, **mark}, USER, AGAIN]
+    rows = [{"messages": marked}, {"conversations": in_shared_gpt(marked)}]
+    for row in rows:
+        chat = json.loads(load(write([row, row], name)).train["conversation"][0])
+        assert chat == {"messages": TURNS, "tools": None, "uncounted": [1]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "uncounted"),
+    [
+        ({"loss_mask": [0, 0, 0, 1]}, [0, 1, 2]),
+        ({"loss_mask": [0, 1]}, [1]),
+        ({"masked": [True, True, True, False]}, [0, 1, 2]),
+        ({"loss": 0.7, "weight": 2}, None),
+        ({"train": True}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.csv"])
+def test_marks_may_stand_beside_the_messages(write, columns, uncounted, name):
+    chats = load(write([{"messages": TURNS, **columns}], name))
+    assert json.loads(chats.train["conversation"][0]).get("uncounted") == uncounted
+    assert chats.notice == ("columns loss, weight are not used" if "weight" in columns else None)
+
+
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "chats.csv"])
+def test_a_system_column_is_the_first_turn(write, row, key, name):
+    bare = {format: turns[1:] if format != "completion" else turns for format, turns in row.items()}
+    rows = [{**bare, key: "Be brief."}, {**row, key: "Be brief."}, {**row, key: ""}]
+    chats = load(write(rows, name))
+    assert messages_of(chats.train) == [[SYSTEM, USER, REPLY]] * 3
+    assert chats.notice is None
+
+
+def test_marks_move_with_a_system_message(write):
+    row = {"messages": [USER, {**REPLY, "train": False}, USER, AGAIN], "system": "Be brief."}
+    assert json.loads(load(write([row])).train["conversation"][0])["uncounted"] == [2]
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "chats.csv"])
+def test_arguments_of_the_template_are_kept(write, name):
+    rows = [
+        {**turns(USER, REPLY), "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"},
+        {**turns(USER, REPLY), "chat_template_kwargs": {"enable_thinking": None}, "reasoning_effort": None},
+    ]
+    rows = rows[:1] if name == "chats.csv" else rows
+    first, *others = (json.loads(one) for one in load(write(rows, name)).train["conversation"])
+    assert first["options"] == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert all(other.get("options") in (None, {"enable_thinking": None}) for other in others)
+    path = write([{**turns(USER, REPLY), "enable_thinking": False}], name)
+    assert json.loads(load(path).train["conversation"][0])["options"] == {"enable_thinking": False}
+
+
+def test_what_nobody_reads_is_named_once(write):
+    message = {**USER, "name": "Ann", "content": [{"type": "text", "text": "Who?", "cache_control": {"type": "x"}}]}
+    rows = [{**turns(message, {**REPLY, "refusal": None}), "id": at, "tags": [], "prompt": "p"} for at in range(3)]
+    notice = load(write([*rows, {**turns(USER, REPLY), "source": "x"}])).notice
+    expected = "columns id, prompt, source, key cache_control of parts, key name of messages are not used"
+    assert notice == expected
+    assert load(write([turns(USER, {**REPLY, "weight": 1})])).notice is None
+    assert load(write([turns({**USER, "loss": True}, REPLY)])).notice.startswith("the mark to count turns that")
 
 
 def test_tools_make_another_conversation(write):

@@ -14,11 +14,12 @@ NOTE [ the assistant's tokens ]
    as many do in earlier turns, and the text beside a call; these are counted.
 """
 
+import inspect
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -33,6 +34,7 @@ from memsave_recipes.data.text.conversations import Conversation, Message, texts
 from memsave_recipes.data.text.tokenizers import TokenLine
 from memsave_recipes.errors import InputError, check_file, option
 from memsave_recipes.fingerprint import digest_of
+from memsave_recipes.text import join_names
 
 CHATML = "chatml"
 CHATML_TOKENS = CHATML_START, CHATML_END = "<|im_start|>", "<|im_end|>"
@@ -46,6 +48,7 @@ REASONING, CALLS = "reasoning_content", "tool_calls"
 THINK = ("<think>", "</think>")
 DROPPED = (REASONING, "assistant messages")
 OWN_TEMPLATE = "pass --chat_template FILE.jinja, a template with {% generation %} around the assistant's text"
+NOT_OPTIONS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents", "kwargs"}
 TOKENS = Features(
     {
         "input_ids": List(Value("int32")),
@@ -188,11 +191,21 @@ def tokenize_conversations(
 
 def _row(conversation: str, place: str, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool) -> dict[str, Any]:
     chat: Conversation = json.loads(conversation)
-    template = _Template(tokenizer, place, chat["tools"])
-    messages = template.written(chat["messages"])
-    tokens, is_assistant = template.encode(messages)
-    counted = is_assistant | train_on_prompt
-    written = [message for message in messages if train_on_prompt or message["role"] == "assistant"]
+    template = _Template(tokenizer, place, chat["tools"], chat.get("options", {}))
+    messages, uncounted = template.written(chat["messages"]), chat.get("uncounted", [])
+    tokens, turns = template.encode(messages)
+    is_assistant = turns >= 0
+    is_learned = [train_on_prompt or message["role"] == "assistant" for message in messages]
+    for at in uncounted:
+        if train_on_prompt and messages[at]["role"] != "assistant":
+            raise InputError(
+                f"--train_on_prompt counts all tokens, and {place} has a turn that is not to: leave it out"
+            )
+        is_learned[at] = False
+    if uncounted and len(messages) in turns:
+        raise InputError(f"{place}: the chat template does not show which turn is not to count: {OWN_TEMPLATE}")
+    counted = (is_assistant | train_on_prompt) & ~np.isin(turns, uncounted)
+    written = [message for message, learned in zip(messages, is_learned, strict=True) if learned]
     texts = [text for message in written for text in texts_of(message)]
     texts += [json.dumps(chat["tools"], ensure_ascii=False)] if chat["tools"] and train_on_prompt else []
     return {
@@ -220,25 +233,26 @@ def encode(
         InputError: the template does not take it, drops a part of it, or leaves the assistant's tokens unknown.
     """
     template = _Template(tokenizer, place, tools)
-    return template.encode(template.written(messages))
+    tokens, turns = template.encode(template.written(messages))
+    return tokens, turns >= 0
 
 
 def render_prompt(chat: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the next reply follows, for ``memsave predict``; raise ``InputError`` where it is refused."""
     way_out = "change it, or continue a text with --no_chat"
-    template = _Template(tokenizer, "a conversation", chat["tools"], way_out)
+    template = _Template(tokenizer, "a conversation", chat["tools"], chat.get("options", {}), way_out)
     return template.render(chat["messages"], add_generation_prompt=True)
 
 
-def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int]]) -> np.ndarray:
-    """Return which tokens lie in ``spans``; one that reaches over the beginning does, over the end does not."""
+def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int, int]]) -> np.ndarray:
+    """Return the turn in whose span each token lies, or -1; one that reaches over the beginning does, not the end."""
     first, last = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
-    is_inside = np.zeros(len(first), dtype=bool)
-    for start, stop in spans:
+    turns = np.full(len(first), -1)
+    for turn, start, stop in spans:
         stop = last[last <= stop].max(initial=start)  # no part of a token
         end_of_text = start + len(text[start:stop].rstrip())
-        is_inside |= (last > start) & (first < end_of_text) & (last <= stop)
-    return is_inside
+        turns[(last > start) & (first < end_of_text) & (last <= stop)] = turn
+    return turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,26 +262,45 @@ class _Template:
     tokenizer: PreTrainedTokenizerBase
     place: str
     tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     way_out: str = "change the row, or pass another --chat_template"
 
+    def __post_init__(self) -> None:
+        if taken := NOT_OPTIONS & self.options.keys():
+            raise InputError(
+                f"{self.place}: chat_template_kwargs has {join_names(taken)}, which is the run's: take it out"
+            )
+
     def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens, int32 (T,), and of each the turn of the assistant that it is of, or -1, int64 (T,)."""
         text = self.render(messages)
         self.check_reasoning(messages, text)
         if GENERATION.search(str(self.tokenizer.get_chat_template())):
             encoded: Any = self.apply(
                 messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
             )
-            is_assistant = np.asarray(encoded["assistant_masks"], dtype=bool)
+            turns = self._turns_of_runs(np.asarray(encoded["assistant_masks"], dtype=bool), messages)
         else:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            is_assistant = _in_spans(encoded["offset_mapping"], text, self.assistant_spans(messages, text))
-        if not is_assistant.any():
+            turns = _in_spans(encoded["offset_mapping"], text, self.assistant_spans(messages, text))
+        if (turns < 0).all():
             raise InputError(f"{self.place}: the chat template marks no token as the assistant's: {OWN_TEMPLATE}")
-        return np.asarray(encoded["input_ids"], dtype=np.int32), is_assistant
+        return np.asarray(encoded["input_ids"], dtype=np.int32), turns
+
+    def _turns_of_runs(self, is_assistant: np.ndarray, messages: list[Message]) -> np.ndarray:
+        """Return the turn of each token that the template marks, or -1: each run of them is a turn.
+
+        Where there are more or fewer runs, ``len(messages)`` stands for a turn that is not known.
+        """
+        runs = np.cumsum(is_assistant & ~np.append(False, is_assistant[:-1])) - 1
+        assistants = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        num_runs = int(runs.max(initial=-1)) + 1
+        turns = np.array(assistants if num_runs == len(assistants) else [len(messages)] * max(1, num_runs))
+        return np.where(is_assistant, turns[np.maximum(runs, 0)], -1)
 
     def apply(self, messages: list[Message], **options: Any) -> Any:
         """Apply the template to messages as it reads them."""
-        options = {"tools": self.tools, **options}
+        options = {"tools": self.tools, **self.options, **options}
         return self.tokenizer.apply_chat_template(list(map(self._as_read, messages)), **options)
 
     def _as_read(self, message: Message) -> Message:
@@ -341,8 +374,8 @@ class _Template:
                 "replies: take the reasoning out, or pass a --chat_template that writes it as it is"
             )
 
-    def assistant_spans(self, messages: list[Message], text: str) -> Iterator[tuple[int, int]]:
-        """Yield where the turns of the assistant begin and end in ``text``: rules 2 and 3."""
+    def assistant_spans(self, messages: list[Message], text: str) -> Iterator[tuple[int, int, int]]:
+        """Yield the place of each turn of the assistant, and where it begins and ends in ``text``: rules 2 and 3."""
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -355,7 +388,7 @@ class _Template:
                     f"{self.place} message {index + 1}: the chat template does not show where this turn of the "
                     f"assistant begins and ends: {OWN_TEMPLATE}"
                 )
-            yield span
+            yield index, *span
 
     def _span(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
         prompt = self._prompt(messages[:index])

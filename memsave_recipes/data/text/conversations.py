@@ -1,7 +1,7 @@
 """Conversations, train and held out: files in the formats of docs/data.md, or a toy set made of docstrings.
 
-A file whose first row has a text in ``--text_column`` is a file of documents, whatever other keys there are. What is
-refused would not be trained on as meant. Copies of a conversation are all held out, or none.
+A file whose first row has a text in the column that ``--text_column`` names is one of documents. What is refused would
+not be trained on as meant; keys that nobody reads are named. Copies of a conversation are all held out, or none.
 """
 
 import ast
@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import datasets
 import numpy as np
 from datasets import Features, Value
 
 from memsave_recipes.data.sources import (
+    Splits,
     find_files,
     generated,
     hold_out,
@@ -29,7 +30,14 @@ from memsave_recipes.data.sources import (
     source_files,
     source_folder,
 )
-from memsave_recipes.data.text.documents import DOCSTRING_CHATS, ENDINGS, TextArguments, TextSplits, check_sources
+from memsave_recipes.data.text.documents import (
+    DOCSTRING_CHATS,
+    ENDINGS,
+    TEXT_COLUMN,
+    TextArguments,
+    TextSplits,
+    check_sources,
+)
 from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.text import join_names, read_json
@@ -45,7 +53,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # With any of these the text alone is not what the model should learn to write.
-NOT_TAKEN = ("function_call", "weight")
+NOT_TAKEN = ("function_call", "train_detail", "mask")
+SYSTEM = ("system", "system_prompt", "system_message")  # columns beside the turns
+# What others call a mark of the turns that count in the loss (also a list of them, beside the turns), and its opposite.
+COUNTS = ("loss", "loss_mask", "loss_weight", "loss_scale", "weight", "train", "training", "trainable", "learn")
+COUNTS_NOT = ("masked", "ignore", "no_loss")
+MARKS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+KWARGS = "chat_template_kwargs"
+OPTIONS = ("enable_thinking", "reasoning_effort")  # of templates, as columns
 LIST = re.compile(r'\[\s*\{\s*"(role|content)"\s*:')  # the beginning of messages as JSON text
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # columns beside messages
 CONVERSATION = Features(
@@ -54,6 +69,7 @@ CONVERSATION = Features(
         "place": Value("string"),  # for messages: the file and the row
         "digest": Value("int64"),
         "held_out": Value("bool"),  # of the toy set
+        "unused": Value("string"),  # keys that are not read, as JSON
     }
 )
 
@@ -65,10 +81,18 @@ class Conversation(TypedDict):
 
     A message may have ``reasoning_content`` and ``tool_calls`` too, the result of a tool its ``name`` and
     ``tool_call_id``. Tools and calls are those of transformers' chat templates, with arguments as objects.
+
+    Args:
+        options: more arguments of the template.
+        uncounted: places of the messages that are not to count in the loss.
+        unused: keys that are not read.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
+    options: NotRequired[dict[str, Any]]
+    uncounted: NotRequired[list[int]]
+    unused: NotRequired[list[str]]
 
 
 def names_conversations(flags: TextArguments) -> bool:
@@ -85,7 +109,10 @@ def names_conversations(flags: TextArguments) -> bool:
         _, row = next(rows_of(str(first), str(first)))
     except (InputError, OSError, StopIteration):  # left to those who read documents
         return False
-    return not isinstance(_value(row, flags.text_column), str) and (is_conversation(row) or _holds(row)(PREFERENCES))
+    has_text = isinstance(_value(row, flags.text_column or TEXT_COLUMN), str)
+    if is_conversation(row):
+        return not (flags.text_column and has_text)
+    return not has_text and _holds(row)(PREFERENCES)
 
 
 def is_conversation(row: Any) -> bool:
@@ -108,9 +135,12 @@ def load_conversations(
         return _docstring_chats()
     words = {"train": flags.train_file, "validation": flags.validation_file}
     splits = {split: _read_files(f"--{split}_file", named) for split, named in words.items() if named}
+    unused = {key for rows in splits.values() for keys in rows.unique("unused") for key in json.loads(keys)}
+    notes = [_of_unused(unused)] if unused else []
     if list(splits) == ["train"]:
-        return _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
-    return TextSplits(splits.get("train", splits["validation"]), splits["validation"], None)
+        parts, note = _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
+        return TextSplits(**parts, notice="; ".join([note, *notes]))
+    return TextSplits(splits.get("train", splits["validation"]), splits["validation"], "; ".join(notes) or None)
 
 
 def _value(row: Any, key: str) -> Any:
@@ -135,21 +165,24 @@ def _conversations_of(files: Iterable[tuple[str, int]], flag: str, version: str)
         keys = None
         for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"
+            row = _without_nulls(row) if path.lower().endswith(".parquet") else row
             keys = keys or _format_of(row, place)
             chat = read_conversation(row, place, keys)
-            if all(message["role"] != "assistant" for message in chat["messages"]):
-                raise InputError(
-                    f"{place} has no turn of the assistant, so nothing to learn from: add one or remove the row"
-                )
+            learned = [at for at, message in enumerate(chat["messages"]) if message["role"] == "assistant"]
+            if not set(learned) - set(chat.get("uncounted", ())):
+                what = "turn of the assistant that counts" if learned else "turn of the assistant"
+                raise InputError(f"{place} has no {what}, so nothing to learn from: add one or remove the row")
             yield as_row(chat, place)
 
 
 def as_row(chat: Conversation, place: str = "a conversation", held_out: bool = False) -> dict[str, Any]:
     """Return the row of ``CONVERSATION``; ``place`` names it in messages."""
-    parts = [chat["messages"], chat["tools"]] if chat["tools"] else chat["messages"]
-    digest = digest_of(json.dumps(parts).encode())
-    text = json.dumps(chat, ensure_ascii=False)
-    return {"conversation": text, "place": place, "digest": digest, "held_out": held_out}
+    unused = chat.get("unused", [])
+    parts: list[Any] = [value for key, value in chat.items() if value and key not in ("messages", "unused")]
+    digest = digest_of(json.dumps([chat["messages"], *parts] if parts else chat["messages"]).encode())
+    text = json.dumps({key: value for key, value in chat.items() if key != "unused"}, ensure_ascii=False)
+    unread = json.dumps(unused, ensure_ascii=False)
+    return {"conversation": text, "place": place, "digest": digest, "held_out": held_out, "unused": unread}
 
 
 def texts_of(message: Message) -> Iterator[str]:
@@ -187,13 +220,121 @@ def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None)
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{place} has no messages: add some or remove the row")
     named = ("from", "value") if keys == ("conversations",) else ("role", "content")
-    checked = [
-        _message(message, *named, f"{place} message {number}") for number, message in enumerate(messages, start=1)
-    ]
-    chat: Conversation = {"messages": checked, "tools": _functions(row.get("tools"), "tools", place) or None}
-    if not is_text(json.dumps(chat, ensure_ascii=False)):
+    places = [f"{place} message {number}" for number in range(1, len(messages) + 1)]
+    checked = [_message(message, *named, where) for message, where in zip(messages, places, strict=True)]
+    marks = [_mark(message, where) for message, where in zip(messages, places, strict=True)]
+    in_row = _marks_of_row(row, checked, place)
+    uncounted = [at for at, both in enumerate(zip(marks, in_row, strict=True)) if False in both]
+    unused = _unused_of(row, keys) | {key for message in messages for key in _unused_of_message(message, *named)}
+    if any(one["role"] != "assistant" and True in both for one, *both in zip(checked, marks, in_row, strict=True)):
+        unused.add("the mark to count turns that are not the assistant's")
+    if system := _system_of(row, place):
+        if checked[0]["role"] != "system":
+            checked, uncounted = [{"role": "system", "content": system}, *checked], [at + 1 for at in uncounted]
+        elif checked[0]["content"] != system:
+            raise InputError(f"{place} begins with another system message than its system column: keep one of them")
+    found = {"options": _options_of(row, place), "uncounted": uncounted, "unused": sorted(unused)}
+    chat: Conversation = {
+        "messages": checked,
+        "tools": _functions(row.get("tools"), "tools", place) or None,
+        **{key: value for key, value in found.items() if value},  # type: ignore[typeddict-item]
+    }
+    try:
+        whole = json.dumps(chat, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise InputError(f"{place} holds NaN or an infinite number, which JSON has not: correct the row") from error
+    if not is_text(whole):
         raise InputError(f"{place} holds half of a surrogate pair: repair the row")
     return chat
+
+
+def _system_of(row: dict[str, Any], place: str) -> str:
+    """Return the system message in a column beside the turns, if there is one."""
+    found = {key: row[key] for key in SYSTEM if key in _given(row)}
+    texts = {_text_of(value, "text", f"{place} {key}") for key, value in found.items()} - {""}
+    if len(texts) > 1:
+        raise InputError(f"{place} has different texts as {' and '.join(found)}: keep one of them")
+    return "".join(filter(str.strip, texts))
+
+
+def _options_of(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return what a row tells its template, as transformers' ``apply_chat_template`` takes it."""
+    given = _parsed(row.get(KWARGS) or {}, KWARGS, place)
+    if not isinstance(given, dict):
+        raise InputError(f"{place}: {KWARGS} is no JSON object: correct the row")
+    columns = {key: MARKS.get(str(row[key]).lower(), row[key]) for key in OPTIONS if key in _given(row)}
+    for key in columns.keys() & given:
+        if given[key] != columns[key]:
+            raise InputError(f"{place} has another {key} in {KWARGS} than in its column: keep one of them")
+    return given | columns
+
+
+def _mark(message: Any, place: str) -> bool | None:
+    """Tell whether a message is to count in the loss, as its own keys say; ``None`` where they do not."""
+    found = [key for key in (*COUNTS, *COUNTS_NOT) if key in _given(message)]
+    marks = {(key in COUNTS) == _as_mark(message[key], key, place) for key in found}
+    if len(marks) > 1:
+        raise InputError(f"{place} is to count by one of its marks and not by another: keep one")
+    return marks.pop() if marks else None
+
+
+def _as_mark(value: Any, key: str, place: str) -> bool:
+    mark = MARKS.get(str(value).lower())
+    if mark is None:
+        rule = "a turn counts in the loss or does not (true or false, 1 or 0)"
+        raise InputError(f"{place} has {key} {str(value)[:80]}, and {rule}: correct it or remove the row")
+    return mark
+
+
+def _marks_of_row(row: dict[str, Any], messages: list[Message], place: str) -> list[bool | None]:
+    """Tell of each message whether it is to count in the loss, as lists beside the messages say."""
+    assistants = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    marks: list[bool | None] = [None] * len(messages)
+    for key in (*COUNTS, *COUNTS_NOT):
+        if not _is_mark_of_row(row.get(key)):
+            continue
+        given = _parsed(row[key], key, place)
+        given = given if isinstance(given, list) else [given] * len(assistants)
+        places = {len(messages): list(range(len(messages))), len(assistants): assistants}.get(len(given))
+        if places is None:
+            raise InputError(f"{place} has {len(given)} values of {key} for {len(messages)} messages: correct the row")
+        for at, value in zip(places, given, strict=True):
+            counts = (key in COUNTS) == _as_mark(value, key, place)
+            marks[at] = counts and marks[at] is not False
+    return marks
+
+
+def _is_mark_of_row(value: Any) -> bool:
+    """Tell a list of marks, and the mark of a whole row, from figures such as a loss."""
+    return isinstance(value, list) or str(value).lower() in MARKS or str(value).lstrip().startswith("[")
+
+
+def _unused_of(row: dict[str, Any], keys: tuple[str, ...]) -> set[str]:
+    known = {*keys, "tools", *SYSTEM, KWARGS, *OPTIONS}
+    known |= {key for key in (*COUNTS, *COUNTS_NOT) if _is_mark_of_row(row.get(key))}
+    return {f"column {key}" for key in _given(row) - known}
+
+
+def _unused_of_message(message: dict[str, Any], role_key: str, content_key: str) -> Iterator[str]:
+    known = {role_key, content_key, "tool_calls", *REASONING_KEYS, *COUNTS, *COUNTS_NOT}
+    known |= {"name", "tool_call_id"} if message.get(role_key) in ("tool", "observation") else set()
+    yield from (f"key {key} of messages" for key in _given(message) - known)
+    parts = message.get(content_key)
+    for part in parts if isinstance(parts, list) else ():
+        yield from (f"key {key} of parts" for key in _given(part) - {"type", "text"})
+
+
+def _of_unused(unused: set[str]) -> str:
+    """Return the line that names keys which nobody reads: ``column id is not used``."""
+    columns = sorted(key.removeprefix("column ") for key in unused if key.startswith("column "))
+    named = [f"column{'s' * (len(columns) > 1)} {', '.join(columns)}"] if columns else []
+    named += sorted(key for key in unused if not key.startswith("column "))
+    return f"{', '.join(named)} {'are' if len(unused) > 1 else 'is'} not used"
+
+
+def _given(value: Any) -> set[str]:
+    """Return the keys with a value."""
+    return {key for key, item in value.items() if item not in (None, "", [], {})} if isinstance(value, dict) else set()
 
 
 def _prompt_and_completion(row: Any, place: str) -> list[Any]:
@@ -215,7 +356,7 @@ def _message(message: Any, role_key: str, content_key: str, place: str) -> Messa
         known = join_names([*(SHAREGPT_ROLES if role_key == "from" else ()), *ROLES])
         raise InputError(f"{place} has the role {role!r}, none of {known}: rename it or remove the row")
     for key in NOT_TAKEN:
-        if _value(message, key) not in (None, [], "", 1):
+        if _value(message, key) not in (None, [], ""):
             raise InputError(f"{place} has {key}, which is not supported: remove it or the row")
     more = _more_of(message, role, place)
     text = "" if content is None and "tool_calls" in more else _text_of(content, content_key, place)
@@ -250,14 +391,11 @@ def _more_of(message: Any, role: str, place: str) -> Message:
 
 
 def _functions(value: Any, key: str, place: str) -> list[dict[str, Any]]:
-    """Return tools or calls, each ``{"type": "function", "function": ...}`` with what it has beside these.
-
-    A null is a key that is not there, since structs of Arrow give each the keys of all.
-    """
+    """Return tools or calls, each ``{"type": "function", "function": ...}`` with what it has beside these."""
     found = _parsed(value, key, place) or []
     functions = []
     for item in found if isinstance(found, list) else [found]:
-        named = _without_nulls(_parsed(item, key, place))
+        named = _parsed(item, key, place)
         named = named if _value(named, "function") else {"function": named}
         function = _parsed(named["function"], key, place)
         if not isinstance(_value(function, "name"), str):
@@ -281,17 +419,16 @@ def _parsed(value: Any, key: str, place: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value as JSON has it; what JSON has no form for, such as a date, becomes a text."""
+    """Return a row without nulls, as structs of Arrow give each the keys of all; a date, say, becomes a text."""
     known = json.dumps(value, default=str)
     return json.loads(known, object_hook=lambda found: {key: item for key, item in found.items() if item is not None})
 
 
-def _held_out(rows: datasets.Dataset, source: str) -> TextSplits:
+def _held_out(rows: datasets.Dataset, source: str) -> tuple[Splits, str]:
     splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:])
     if not len(splits["train"]):
         raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")
-    notice = f"{len(splits['validation']):,} of the {len(rows):,} conversations of {source} are held out"
-    return TextSplits(**splits, notice=notice)
+    return splits, f"{len(splits['validation']):,} of the {len(rows):,} conversations of {source} are held out"
 
 
 def _docstring_chats() -> TextSplits:

@@ -51,6 +51,7 @@ from memsave_recipes.text import join_names
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"
 DOCSTRING_CHATS = "docstring-chats"
+TEXT_COLUMN = "text"
 ENDINGS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
 TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
@@ -72,7 +73,7 @@ class TextArguments:
     )
     validation_file: list[str] | None = option(None, "validation text; default: a twentieth of the training text")
     mix_weights: list[float] | None = option(None, "share of the bytes for each argument of --train_file")
-    text_column: str = option("text", "column of the text in a file or a Hub data set")
+    text_column: str | None = option(None, "column of the text in a file or a Hub data set; default: text")
     streaming: bool = option(False, "read only as much of a Hub set as --max_steps needs")
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ def load_documents(
         InputError: a source that is missing, unreadable or malformed, or that has too little text.
     """
     check_sources(flags, stream_bytes, only_validation)
-    dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column
+    dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column or TEXT_COLUMN
     if dataset is None:
         return _load_files(flags, seed)
     if dataset == STANDARD_LIBRARY:
@@ -138,11 +139,9 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
     found = {split: find_files(f"--{split}_file", named, ENDINGS) for split, named in words.items() if named}
     sources = {split: f"--{split}_file {first_of(words[split], 1)}" for split in found}
-    features = Features({**TEXT, "source": Value("int32")})
+    features, column = Features({**TEXT, "source": Value("int32")}), flags.text_column or TEXT_COLUMN
     splits = {
-        split: read_files(
-            files, _documents_of, features, sources[split], flag=f"--{split}_file", text_column=flags.text_column
-        )
+        split: read_files(files, _documents_of, features, sources[split], flag=f"--{split}_file", text_column=column)
         for split, files in found.items()
     }
     notes = [note for split, files in found.items() for note in files.notes(sources[split])]

@@ -177,8 +177,9 @@ def _rows_of_conversations(
         if tokens.num_dropped:
             lost = "reasoning, or text beside a call,"
             notes.append(f"the chat template leaves out {lost} in {tokens.num_dropped:,} {split} replies")
-    mark, held_out = end_of_turn(tokenizer), json.loads(chats.validation[0]["conversation"])
-    messages, tools = held_out["messages"], held_out["tools"]
+    mark = end_of_turn(tokenizer)
+    held_out: Conversation = json.loads(chats.validation[0]["conversation"])
+    messages = held_out["messages"]
     replies = (place for place, message in enumerate(messages) if place and message["role"] == "assistant")
     if mark is None:
         notes.append("the chat template writes no mark behind a reply, so the model does not learn where to stop")
@@ -186,7 +187,7 @@ def _rows_of_conversations(
         train=rows[0],
         validation=rows[1],
         tokenizer=tokenizer,
-        held_out_prompt={"messages": messages[: next(replies, len(messages))], "tools": tools},
+        held_out_prompt={**held_out, "messages": messages[: next(replies, len(messages))]},
         end_of_turn=mark,
         notice=f"note: {'; '.join(filter(None, notes))}",
     )
