@@ -95,7 +95,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     check_length(args.max_length, configuration_of(args))
     with run.main_process_first():
         model = {"model_labels": args.model_labels, "model_problem": args.model_problem} if args.eval_only else {}
-        texts = load_labelled_text(args, **model)
+        texts = load_labelled_text(args, seed=args.seed, **model)
         source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
         of_scratch = {"vocab_size": args.vocab_size, "model_type": args.model_type}

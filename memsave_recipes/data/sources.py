@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import zip_longest
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import numpy as np
 
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.errors import InputError, check_file, is_text
+from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names
 
@@ -35,6 +37,7 @@ LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds an
 # Folders whose files no library counts as its own.
 NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
 HELD_OUT = 0.05  # of texts without a validation split
+VALIDATION_FRACTION = 0.1  # of labelled samples
 ROWS_AT_ONCE, MANY_ROWS = 256, 1000
 VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
@@ -164,12 +167,18 @@ def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
     limit = csv.field_size_limit(sys.maxsize)  # a document may be longer than 128 KiB
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for number, row in enumerate(reader, start=1):
-                if None in row:
-                    rule = "put double quotes around a text with a comma"
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            columns = [name or f"Unnamed: {at}" for at, name in enumerate(header)]  # as pandas names them
+            if twice := {name for name in columns if columns.count(name) > 1}:
+                raise InputError(f"{source} has the column {join_names(twice)} twice in its header: rename one")
+            for number, values in enumerate(filter(None, reader), start=1):
+                if len(values) > len(columns):
+                    rule = "put double quotes around a text with a comma, and no comma at the end"
                     raise InputError(f"row {number} of {source} has more values than there are columns: {rule}")
-                yield number, row
+                if values == header:
+                    raise InputError(f"row {number} of {source} is the header once more: remove it")
+                yield number, dict(zip_longest(columns, values))
     except UnicodeDecodeError as error:
         raise not_utf_8(source, error) from error
     except csv.Error as error:
@@ -189,6 +198,14 @@ def first_of(names: Iterable[str], at_most: int) -> str:
     named = list(names)
     others = f" and {len(named) - at_most:,} more" if len(named) > at_most else ""
     return ", ".join(named[:at_most]) + others
+
+
+def of_unused(keys: Collection[str]) -> list[str]:
+    """Name the keys that nobody reads in a line, ``column id is not used``; no line where there are none."""
+    columns = sorted(key.removeprefix("column ") for key in keys if key.startswith("column "))
+    named = [f"column{'s' * (len(columns) > 1)} {', '.join(columns)}"] if columns else []
+    named += sorted(key for key in keys if not key.startswith("column "))
+    return [f"{', '.join(named)} {'is' if len(keys) == 1 else 'are'} not used"] if keys else []
 
 
 def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
@@ -223,6 +240,25 @@ def hold_out_smallest(rows: datasets.Dataset, hashes: np.ndarray) -> Splits:
     """Hold out the 5 % of the rows with the smallest hashes, int64 (N,), so that copies stay together."""
     quota = ceil(HELD_OUT * len(hashes))
     return hold_out(rows, hashes <= np.partition(hashes, quota - 1)[quota - 1])
+
+
+def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+    """Choose the samples to hold out, sorted, by a hash of seed and name; none where no class can spare one.
+
+    Every class keeps one to train on, and at least one is held out. scikit-learn's stratified split, which ``datasets``
+    uses, refuses a class of one sample, and fewer held-out samples than classes. ``labels`` are int64 (N,), from 0; the
+    order of ``names`` does not matter.
+    """
+    hashes = np.array([digest_of(f"{seed} {name}".encode()) for name in names])
+    sizes = np.bincount(labels)
+    by_class = np.lexsort((hashes, labels))
+    rank = np.empty_like(by_class)  # of an image within its class, from 0
+    rank[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    # The first in a class of n has the share up to 1 / n of it, half of that on average.
+    share = (rank + 0.5) / sizes[labels]
+    in_turn = np.lexsort((hashes, share))
+    can_go = in_turn[rank[in_turn] < sizes[labels[in_turn]] - 1]
+    return np.sort(can_go[: max(1, round(fraction * len(labels)))])
 
 
 def of_each(

@@ -225,6 +225,44 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "digits as words": ("jsonl", ['"10"', '"9"', '"2"'], ['"10"'], ("10", "2", "9")),
     "a negative number": ("jsonl", ["-1", "0", "1"], ["-1"], ("-1", "0", "1")),
     "an empty word": ("jsonl", ['""', '"a"'], ['"a"'], ("", "a")),
+    "vectors of two classes": ("jsonl", ["[0, 1]", "[1, 0]"], ["[1, 0]"], "has vectors of 0 and 1 as labels"),
+    "truth in vectors": ("jsonl", ["[true, false]", "[false, true]"], ["[]"], "has vectors of 0 and 1 as labels"),
+    "vectors in a CSV": ("csv", ['"[0, 1]"', '"[1, 0]"'], ['"[1, 0]"'], "has vectors of 0 and 1 as labels"),
+    "vectors of three classes": (
+        "csv",
+        ['"[0, 1, 0]"', '"[1, 0, 0]"'],
+        ['"[1, 0, 0]"'],
+        "row 1 has the label [0, 1, 0]",
+    ),
+    "a list of NumPy": (
+        "csv",
+        ["['a' 'b']", "['a']"],
+        ["['a']"],
+        "row 1 has the label ['a' 'b'], and labels are lists",
+    ),
+    "numbers of NumPy": ("csv", ["[0 1]", "[1]"], ["[1]"], "row 1 has the label [0 1], and labels are lists"),
+    "a list in no form": ("csv", ["[a; b]", "[a]"], ["[a]"], "row 1 has the label [a; b], and labels are lists"),
+    "a tuple": ("csv", ["\"('a', 'b')\"", "a"], ["a"], "row 1 has the label ('a', 'b'), and labels are lists"),
+    "an object in a CSV": ("csv", ['"{""a"": 1}"', "a"], ["a"], 'row 1 has the label {"a": 1}, and labels are lists'),
+    "words, then a list": ("csv", ["a", "['b']"], ["a"], "row 2 has the label ['b'], and labels are words"),
+    "a list, then words": ("csv", ["['b']", "a"], ["['b']"], "row 2 has the label a, and labels are lists"),
+    "parentheses around a word": ("csv", ["(none)", "a"], ["a"], ("(none)", "a")),
+    "fractions without one": ("csv", ["1.5", "nan", "2.0"], ["1.5"], "row 2 has the label nan, and labels are finite"),
+    "whole numbers without one": ("csv", ["1", "2", "-inf"], ["1"], "row 3 has the label -inf, and labels are finite"),
+    "a missing fraction": ("csv", ["1.5", "NA", "2.0"], ["1.5"], "row 2 has the label NA, and labels are finite"),
+    "a word among numbers": ("csv", ["1", "2", "none"], ["1"], ("1", "2", "none")),
+    "a text among numbers": (
+        "jsonl",
+        ["1.5", '"1.5"', "2.5"],
+        ["1.5"],
+        "row 2 has the label 1.5, and labels are finite",
+    ),
+    "a whole text among numbers": (
+        "jsonl",
+        ["1.5", '"2"', "3"],
+        ["1.5"],
+        "row 2 has the label 2, and labels are finite",
+    ),
 }
 
 
@@ -328,7 +366,18 @@ BROKEN_FILES = {
     "empty.csv": ("", "is empty"),
     "empty.jsonl": ("", "is empty"),
     "blank.jsonl": ("\n\n", "; check that it is JSON"),
-    "header.csv": ("text,label\n", "; check that it is CSV"),
+    "header.csv": ("text,label\n", "has no rows: name a file with labelled texts"),
+    "more.csv": ("text,label\na,x\n\nb,y,\n", "row 2 of {} has more values than there are columns"),
+    "shifted.csv": ("label,text,lang\nx,one,en,\ny,two,en,\n", "row 1 of {} has more values than there are columns"),
+    "a comma.csv": ("text,label\none, two,x\n", "row 1 of {} has more values"),
+    "header twice.csv": ("text,label\na,x\ntext,label\nb,y\n", "row 2 of {} is the header once more: remove it"),
+    "name twice.csv": ("text,label,text\na,x,b\n", "has the column text twice in its header"),
+    "open quote.csv": ('text,label\na,x\n"b,y\nc,x\n', "is no CSV after line"),
+    "quote inside.csv": ('text,label\na,x\n"b" c,y\n', "is no CSV after line 3"),
+    "swallows.csv": ('text,label\na,x\n"b,y\nc,x\nd",y\ne,y\n', "{}: row 2 has whole rows in its column text"),
+    "swallows one.csv": ('text,label\na,x\n"b,x\nd",y\n', "{}: row 2 has whole rows in its column text"),
+    "labels first.csv": ('label,text\nx,a\ny,"b\nx,c\ny,d"\n', "{}: row 2 has whole rows in its column text"),
+    "labels swallowed.csv": ('text,label\na,x\nz,y\nb,"y\nc,x\nd,y"\n', "{}: row 3 has whole rows in its column label"),
     "half.jsonl": ('{"text": "a"', "; check that it is JSON"),
     "words.parquet": ("words", "; check that it is PARQUET"),
     "words.txt": ("words", "ends in none of .csv"),
@@ -345,7 +394,8 @@ def test_a_broken_file_is_named(tmp_path, name):
     for files in ((str(tmp_path / name), good), (good, str(tmp_path / name))):
         with pytest.raises(InputError) as error:
             load_labelled_text(LabelledTextArguments(dataset=None, train_file=[files[0]], validation_file=[files[1]]))
-        assert words in str(error.value)
+        assert words.partition("{}")[2] in str(error.value)
+        assert words.partition("{}")[0] in str(error.value)
         assert name in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -353,7 +403,6 @@ def test_a_broken_file_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     "source",
     [
-        {"dataset": None, "train_file": ["a.csv"]},
         {"dataset": None, "validation_file": ["a.csv"]},
         {"dataset": "docstrings", "train_file": ["a.csv"], "validation_file": ["b.csv"]},
     ],
@@ -375,8 +424,8 @@ def test_an_unlabelled_split_of_the_hub_is_refused(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train, "test": test})
     with pytest.raises(InputError, match="split test: row 1 has the label -1, which is none of the 2 classes"):
         load_labelled_text(LabelledTextArguments(dataset="some/set"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train})
-    with pytest.raises(InputError, match="no validation split"):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"test": test})
+    with pytest.raises(InputError, match="no train split"):
         load_labelled_text(LabelledTextArguments(dataset="some/set"))
 
 
@@ -390,6 +439,89 @@ def test_lists_are_several_classes_of_a_text(load):
     assert "3 classes, any number of them a text: multi_label_classification" in texts.notice
     evaluated = load(rows[:1], model_labels=("dog", "cow", "cat"), model_problem=MULTI)
     assert evaluated.validation[:]["label"] == [[0, 2]]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("written", [["['a', \"it's\"]", "[]", "['c']"], ['["a", "it\'s"]', "[]", ' ["c"] ']])
+def test_lists_in_texts_are_several_classes(tmp_path, suffix, written):
+    path = tmp_path / f"a.{suffix}"
+    rows = datasets.Dataset.from_dict({"text": list("xyz"), "label": written})
+    (rows.to_csv if suffix == "csv" else rows.to_json)(str(path))
+    flags = {"train_file": [str(path)], "validation_file": [str(path)]}
+    texts = load_labelled_text(LabelledTextArguments(**flags))
+    assert (texts.problem_type, texts.label_names) == (MULTI, ("a", "c", "it's"))
+    assert texts.train["label"][:] == [[0, 2], [], [1]]
+    single = load_labelled_text(LabelledTextArguments(**flags, problem_type=SINGLE))
+    assert single.label_names == tuple(sorted(written))
+
+
+def test_lists_of_numbers_in_texts_are_sorted_by_value(tmp_path):
+    (tmp_path / "a.csv").write_text('text,label\nx,"[10, 9]"\ny,[2]\n')
+    flags = {"train_file": [str(tmp_path / "a.csv")], "validation_file": [str(tmp_path / "a.csv")]}
+    assert load_labelled_text(LabelledTextArguments(**flags)).label_names == ("2", "9", "10")
+
+
+def test_several_lines_of_a_text_are_no_rows(tmp_path):
+    lines = ["text,label", '"one,\ntwo, x\n\nthree",x', "a,y", '"b\nc",y', '"x,\n""y"",x\nb",x']
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    flags = {"train_file": [str(tmp_path / "a.csv")], "validation_file": [str(tmp_path / "a.csv")]}
+    assert load_labelled_text(LabelledTextArguments(**flags)).train["text"][3] == 'x,\n"y",x\nb'
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_tables_as_programs_write_them(tmp_path, end):
+    rows = ["\ufeff,text,label", '1,"a, b",x', "", '2,"c\x00",y']
+    (tmp_path / "a.csv").write_bytes(end.join(rows).encode())
+    flags = {"train_file": [str(tmp_path / "a.csv")], "validation_file": [str(tmp_path / "a.csv")]}
+    texts = load_labelled_text(LabelledTextArguments(**flags))
+    assert texts.train["text"][:] == ["a, b", "c\x00"]
+    assert texts.notice.endswith("; column Unnamed: 0 is not used")
+
+
+# Texts held out
+
+MANY = [{"text": f"{name} {at}", "label": name} for name, count in (("cat", 20), ("dog", 10)) for at in range(count)]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_table_alone_holds_a_part_of_each_class_out(tmp_path, suffix):
+    path = write(tmp_path / f"a{suffix}", MANY)
+    flags = LabelledTextArguments(train_file=[path])
+    texts = load_labelled_text(flags, seed=3)
+    assert (len(texts.train), len(texts.validation)) == (27, 3)
+    assert sorted(texts.validation["label"]) == [0, 0, 1]
+    assert not set(texts.train["text"]) & set(texts.validation["text"])
+    note = "; without a validation split, a part of each class is held out by --validation_fraction 0.1 and --seed 3"
+    assert texts.notice.endswith(note)
+    again = load_labelled_text(LabelledTextArguments(train_file=[write(tmp_path / f"b{suffix}", MANY[::-1])]), seed=3)
+    assert (
+        set(again.validation["text"])
+        == set(texts.validation["text"])
+        != set(load_labelled_text(flags).validation["text"])
+    )
+    half = LabelledTextArguments(train_file=[path], validation_fraction=0.5)
+    assert len(load_labelled_text(half).validation) == 15
+    with pytest.raises(InputError, match=r"--validation_fraction 0\.5: there are validation texts"):
+        load_labelled_text(LabelledTextArguments(train_file=[path], validation_file=[path], validation_fraction=0.5))
+    with pytest.raises(InputError, match="--validation_fraction 1: must be above 0 and below 1"):
+        LabelledTextArguments(train_file=[path], validation_fraction=1)
+
+
+def test_copies_of_a_text_are_all_held_out_or_none(tmp_path):
+    flags = LabelledTextArguments(train_file=[write(tmp_path / "a.jsonl", MANY * 3)], validation_fraction=0.3)
+    texts = load_labelled_text(flags)
+    assert (len(texts.train), len(texts.validation)) == (63, 27)
+    assert not set(texts.train["text"]) & set(texts.validation["text"])
+
+
+@pytest.mark.parametrize("label", [lambda at: at / 2, lambda at: ["a", "b"][: at % 3]], ids=["numbers", "lists"])
+def test_texts_of_every_kind_are_held_out(tmp_path, label):
+    rows = [{"text": f"text {at}", "label": label(at)} for at in range(20)]
+    texts = load_labelled_text(LabelledTextArguments(train_file=[write(tmp_path / "a.jsonl", rows)]))
+    assert (len(texts.train), len(texts.validation)) == (18, 2)
+    path = write(tmp_path / "b.jsonl", [{"text": "a", "label": "a"}, {"text": "b", "label": "b"}])
+    with pytest.raises(InputError, match="has one text a class, so none can be held out: add some, or --validation"):
+        load_labelled_text(LabelledTextArguments(train_file=[path]))
 
 
 def test_fractions_are_regression(load):

@@ -23,6 +23,7 @@ from memsave_recipes.data.sources import (
     generated,
     hold_out,
     hold_out_smallest,
+    of_unused,
     parse_source,
     progress_bars,
     read_files,
@@ -136,7 +137,7 @@ def load_conversations(
     words = {"train": flags.train_file, "validation": flags.validation_file}
     splits = {split: _read_files(f"--{split}_file", named) for split, named in words.items() if named}
     unused = {key for rows in splits.values() for keys in rows.unique("unused") for key in json.loads(keys)}
-    notes = [_of_unused(unused)] if unused else []
+    notes = of_unused(unused)
     if list(splits) == ["train"]:
         parts, note = _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
         return TextSplits(**parts, notice="; ".join([note, *notes]))
@@ -322,14 +323,6 @@ def _unused_of_message(message: dict[str, Any], role_key: str, content_key: str)
     parts = message.get(content_key)
     for part in parts if isinstance(parts, list) else ():
         yield from (f"key {key} of parts" for key in _given(part) - {"type", "text"})
-
-
-def _of_unused(unused: set[str]) -> str:
-    """Return the line that names keys which nobody reads: ``column id is not used``."""
-    columns = sorted(key.removeprefix("column ") for key in unused if key.startswith("column "))
-    named = [f"column{'s' * (len(columns) > 1)} {', '.join(columns)}"] if columns else []
-    named += sorted(key for key in unused if not key.startswith("column "))
-    return f"{', '.join(named)} {'are' if len(unused) > 1 else 'is'} not used"
 
 
 def _given(value: Any) -> set[str]:

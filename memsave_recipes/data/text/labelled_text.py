@@ -2,7 +2,8 @@
 
 A label is a class, a list of classes or a number; the first one of the training texts decides for all. The classes are
 of the training texts; a label that is none of them is refused with its row. Rows without text (null in a column of
-text, or only blanks in all of them) are left out and counted; one without a label is refused.
+text, or only blanks in all of them) are left out and counted; one without a label is refused. Without validation texts
+a part of each class is held out, copies of a text together.
 
 The class of a docstring is its library. Library names are masked, because a model could just look for them, and of all
 docstrings that open with the same words only the first is kept.
@@ -27,13 +28,15 @@ import numpy as np
 
 from memsave_recipes.data import MAX_NAMED, in_classes_of_model
 from memsave_recipes.data.sources import (
-    SPLIT_NAMES,
+    VALIDATION_FRACTION,
     Splits,
+    choose_held_out,
     choose_splits,
     find_files,
     first_of,
     generated,
     hold_out,
+    of_unused,
     parse_source,
     progress_bars,
     rows_of,
@@ -41,10 +44,11 @@ from memsave_recipes.data.sources import (
     source_folder,
     with_text,
 )
-from memsave_recipes.errors import InputError, option
+from memsave_recipes.errors import InputError, option, require
+from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.losses import MULTI, REGRESSION, SINGLE, ProblemType
-from memsave_recipes.text import join_names
+from memsave_recipes.text import join_names, read_json
 
 BUILT_IN = "docstrings"
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -61,6 +65,8 @@ LABELS = ("label", "labels", "class", "category")
 WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")  # a whole number as Python would write it, in 64 bits
 
 DECIMAL = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")  # as programs write a column of floats, all of them with a point
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.I)
+NO_NUMBERS, MISSING = {"nan", "inf", "infinity"}, {"na", "n/a", "null", "none"}
 LABEL_RULES = {
     SINGLE: "labels are words or whole numbers",
     MULTI: "labels are lists of words or whole numbers, each of them once",
@@ -97,7 +103,10 @@ class LabelledTextArguments:
     train_file: list[str] | None = option(
         None, 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'
     )
-    validation_file: list[str] | None = option(None, "the same; needs --train_file or --eval_only")
+    validation_file: list[str] | None = option(None, "the same; default: a part of --train_file")
+    validation_fraction: float | None = option(
+        None, "share of each class to hold out if there is no validation split; default: 0.1"
+    )
     text_column: str | None = option(None, "default: the first of the usual names")
     text_pair_column: str | None = option(None, "column of the second text of pairs")
     label_column: str | None = option(None, "default: the first of the usual names")
@@ -107,6 +116,8 @@ class LabelledTextArguments:
 
     def __post_init__(self) -> None:
         self.dataset = self.dataset or (None if self.train_file or self.validation_file else BUILT_IN)
+        fraction = self.validation_fraction
+        require(fraction is None or 0 < fraction < 1, "--validation_fraction", fraction, "above 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +171,14 @@ class LabelledText:
 def load_labelled_text(
     flags: LabelledTextArguments,
     *,
+    seed: int = 0,
     model_labels: Sequence[str] | None = None,
     model_problem: ProblemType | None = None,
 ) -> LabelledText:
     """Load the labelled texts that the flags name: built in, of files, or of the Hub (``glue`` is ``nyu-mll/glue``).
 
     With ``model_labels`` and ``model_problem``, the classes of a model that is only evaluated and what its labels are,
-    ``--validation_file`` may be alone.
+    ``--validation_file`` may be alone. Without validation texts, a part by the ``seed`` is held out.
 
     Raises:
         InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a
@@ -174,11 +186,15 @@ def load_labelled_text(
     """
     splits, notes = _read_source(flags, only_validation=model_labels is not None)
     with progress_bars(False):
-        first = splits.get("train", splits["validation"])
+        first = splits.get("train") or splits["validation"]
         columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
-        problem = flags.problem_type or model_problem or _problem_of(first, columns)
-        selected = {split: [_select(table, columns, problem) for table in tables] for split, tables in splits.items()}
-        names, index_of = _classes(selected.get("train", selected["validation"]), problem)
+        problem = given = flags.problem_type or model_problem
+        problem = problem or _problem_of(first, columns)
+        selected = {
+            split: [_select(table, columns, problem, is_given=given is not None) for table in tables]
+            for split, tables in splits.items()
+        }
+        names, index_of = _classes(selected.get("train") or selected["validation"], problem)
         if model_labels is not None:
             names, places = in_classes_of_model(names, model_labels, first[0].source)
             index_of = {label: places[index] for label, index in index_of.items()}
@@ -193,12 +209,25 @@ def load_labelled_text(
     for split, rows in kept.items():
         if not len(rows):
             raise InputError(f"{_name_of(splits[split])} has no text: give rows that are not blank")
+    num_without_text = sum(map(len, whole.values())) - sum(map(len, kept.values()))
+    unused = {f"column {name}" for table in first for name in table.rows.column_names if name not in columns}
+    notes = (*notes, *of_unused(unused))
+    if "validation" not in kept:
+        fraction = flags.validation_fraction or VALIDATION_FRACTION
+        kept = _hold_out(kept["train"], problem, fraction, seed, _name_of(splits["train"]))
+        part = "a part" if problem == REGRESSION else "a part of each class"
+        how = f"held out by --validation_fraction {fraction} and --seed {seed}"
+        notes = (*notes, f"without a validation split, {part} is {how}")
+    elif flags.validation_fraction is not None:
+        raise InputError(
+            f"--validation_fraction {flags.validation_fraction}: there are validation texts: leave the flag or them out"
+        )
     return LabelledText(
         train=kept.get("train", kept["validation"]),
         validation=kept["validation"],
         label_names=tuple(names),
         problem_type=problem,
-        num_without_text=sum(map(len, whole.values())) - sum(map(len, kept.values())),
+        num_without_text=num_without_text,
         of_files=notes,
     )
 
@@ -208,6 +237,7 @@ class _Table(NamedTuple):
 
     source: str
     rows: datasets.Dataset
+    path: str = ""
 
 
 def _name_of(tables: Sequence[_Table]) -> str:
@@ -225,9 +255,10 @@ def _read_source(
         if dataset != BUILT_IN:
             return _read_hub(dataset, config_name), ()
         return {split: [_Table("--dataset docstrings", rows)] for split, rows in load_docstrings().items()}, ()
-    if not flags.validation_file or dataset or not (flags.train_file or only_validation):
+    if dataset or not (flags.train_file or only_validation):
         raise InputError(
-            "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file"
+            "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file, "
+            "which may be left out"
         )
     splits, notes = {}, []
     for split, words in (("train", flags.train_file), ("validation", flags.validation_file)):
@@ -243,7 +274,7 @@ def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Table]]:
     name = OLD_HUB_IDS.get(dataset, dataset)
     with loading_by_name(name, source, "check --dataset_config_name, or use --dataset docstrings"):
         splits = datasets.load_dataset(name, config_name)
-    chosen = choose_splits(splits, source, needed=SPLIT_NAMES)
+    chosen = choose_splits(splits, source)
     return {split: [_Table(f"{source}, split {name}", splits[name])] for split, name in chosen.items()}
 
 
@@ -255,16 +286,27 @@ def _read_file(flag: str, path: Path) -> _Table:
     kind = FORMATS[path.suffix.lower()]
     files = {"train": glob.escape(str(path))}
     with loading_by_name(str(path), source, f"check that it is {kind.upper()}"):
-        if kind != "csv":
-            rows = datasets.load_dataset(kind, data_files=files, split="train")
-            return _Table(source, _with_dates_as_written(rows, path, source) if kind == "json" else rows)
-        # A label is what the file says, and in a text NA, null and None are words, not missing values.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            columns = [name or f"Unnamed: {at}" for at, name in enumerate(next(csv.reader(file), []))]  # as pandas does
-        as_text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-        options = {"features": as_text, "na_values": [""], "keep_default_na": False}
-        rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
-    return _Table(source, _with_whole_numbers(rows))
+        if kind == "csv":
+            return _Table(source, _with_whole_numbers(_read_csv(path, source)), str(path))
+        rows = datasets.load_dataset(kind, data_files=files, split="train")
+        return _Table(source, _with_dates_as_written(rows, path, source) if kind == "json" else rows, str(path))
+
+
+def _read_csv(path: Path, source: str) -> datasets.Dataset:
+    """Read a table: a label is what the file says, and in a text NA, null and None are words, not missing values."""
+    _, first = next(rows_of(str(path), source), (0, None))
+    if first is None:
+        raise InputError(f"{source} has no rows: name a file with labelled texts")
+    as_text = datasets.Features(dict.fromkeys(first, datasets.Value("string")))
+    state = path.stat()
+    return generated(
+        _cells, as_text, source, path=str(path), named=source, version=f"{state.st_size} {state.st_mtime_ns}"
+    )
+
+
+def _cells(path: str, named: str, version: str) -> Iterator[dict[str, str | None]]:
+    for _, row in rows_of(path, named):
+        yield {column: value or None for column, value in row.items()}
 
 
 def _with_dates_as_written(rows: datasets.Dataset, path: Path, source: str) -> datasets.Dataset:
@@ -280,7 +322,8 @@ def _with_dates_as_written(rows: datasets.Dataset, path: Path, source: str) -> d
 def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
     """Cast the columns that hold nothing but whole numbers, as they are written, to numbers."""
     for column in rows.column_names:
-        if all(value is None or WHOLE.fullmatch(value) for value in rows[column]) and any(rows[column]):
+        values = rows[column][:]
+        if all(value is None or WHOLE.fullmatch(value) for value in values) and any(values):
             rows = rows.cast_column(column, datasets.Value("int64"))
     return rows
 
@@ -304,39 +347,107 @@ def _find_columns(table: _Table, text: str | None, pair: str | None, label: str 
 def _problem_of(tables: Sequence[_Table], columns: dict[str, str]) -> ProblemType:
     """Tell what labels are by the first one; of a CSV, which has words alone, by all of them."""
     column = next(theirs for theirs, ours in columns.items() if ours == "label")
-    labels = [label for table in tables if column in table.rows.column_names for label in table.rows[column]]
-    if labels and isinstance(labels[0], list):
-        return MULTI
+    labels = [label for table in tables if column in table.rows.column_names for label in table.rows[column][:]]
+    if not labels or isinstance(labels[0], list) or _is_bracketed(labels[0]):
+        return MULTI if labels else SINGLE
     is_written = all(isinstance(label, str) and DECIMAL.fullmatch(label) for label in labels)
-    return REGRESSION if labels and (is_written or isinstance(labels[0], float)) else SINGLE
+    return REGRESSION if is_written or isinstance(labels[0], float) or _lack_numbers(labels) else SINGLE
 
 
-def _select(table: _Table, columns: dict[str, str], problem: ProblemType) -> _Table:
-    """Select these columns, under our names, with texts or null, and a label in every row."""
-    source, rows = table
+def _lack_numbers(labels: list[Any]) -> bool:
+    """Tell whether texts are numbers up to some that are none, which are refused then."""
+    texts = [label for label in labels if isinstance(label, str)]
+    numbers = [label for label in texts if NUMBER.fullmatch(label)]
+    others = {label.lower().lstrip("+-") for label in texts if not NUMBER.fullmatch(label)}
+    known = NO_NUMBERS | (MISSING if any(map(DECIMAL.fullmatch, numbers)) else set())
+    return bool(numbers and others) and others <= known
+
+
+def _is_bracketed(label: Any) -> bool:
+    """Tell whether a text looks like a list, or is a set, a tuple or an object."""
+    text = label.strip() if isinstance(label, str) else ""
+    is_list = text.startswith("[") and text.endswith("]")
+    return is_list or (text.startswith(("(", "{")) and isinstance(_literal(text), tuple | set | dict))
+
+
+def _literal(text: Any) -> Any:
+    """Return a value that is written as JSON, or as Python writes it; ``None`` for another text, or no text."""
+    with suppress(ValueError, TypeError):
+        return read_json(text)
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = ast.literal_eval(text)
+        return value if repr(value) == text.strip() else None  # "['a' 'b']" of NumPy is one word to Python
+    return None
+
+
+def _select(table: _Table, columns: dict[str, str], problem: ProblemType, *, is_given: bool) -> _Table:
+    """Select these columns, under our names, with texts or null, and a label in every row.
+
+    Where what labels are is not given, a text that looks like a list is none among words.
+    """
+    source, rows, path = table
+    if path.lower().endswith(".csv"):
+        _check_quotes(table, columns)
     for theirs, ours in columns.items():
         if theirs not in rows.column_names:
             raise InputError(
                 f"{source} has no column {theirs}, only {join_names(rows.column_names, MAX_NAMED)}: "
                 f"name it by --{ours}_column"
             )
-        for number, value in enumerate(rows[theirs][:], start=1):
-            _check_value(value, ours, f"{source}: row {number}", theirs, problem)
+        if ours == "label":
+            rows = _with_labels(_Table(source, rows, path), theirs, problem, is_given)
+            continue
+        for number in (at for at, value in enumerate(rows[theirs][:], start=1) if not isinstance(value, str | None)):
+            raise InputError(
+                f"{source}: row {number} has no text in its column {theirs}: name another one by --{ours}_column"
+            )
     selected = rows.select_columns(list(columns)).rename_columns(columns)
     texts = {column: datasets.Value("string") for column in selected.column_names if column != "label"}
     return _Table(source, selected.cast(datasets.Features({**selected.features, **texts})))
 
 
-def _check_value(value: Any, ours: str, place: str, theirs: str, problem: ProblemType) -> None:
-    if ours != "label" and not isinstance(value, str | None):
-        raise InputError(f"{place} has no text in its column {theirs}: name another one by --{ours}_column")
-    if ours == "label" and value is None:
-        raise InputError(f"{place} has no {theirs}: add it or remove the row")
-    if ours == "label" and not _is_label(value, problem):
-        raise InputError(
-            f"{place} has the label {str(value)[:80]}, and {LABEL_RULES[problem]}: name another column by "
-            "--label_column, or see --problem_type"
-        )
+def _with_labels(table: _Table, column: str, problem: ProblemType, is_given: bool) -> datasets.Dataset:
+    """Return the rows with lists for texts that hold them; refuse what is no label, or another kind than the first."""
+    source, rows, path = table
+    values = written = rows[column][:]
+    if problem == REGRESSION and type(rows.features[column]).__name__ == "Json":  # makes a number of a text beside some
+        written = [row.get(column) for _, row in rows_of(path, source)]
+    if problem == MULTI:
+        values = [found if isinstance(found := _literal(value), list) else value for value in written]
+    for number, (value, word) in enumerate(zip(values, written, strict=True), start=1):
+        if value is None:
+            raise InputError(f"{source}: row {number} has no {column}: add it or remove the row")
+        is_other = problem == REGRESSION and isinstance(word, str) != isinstance(written[0], str)
+        if is_other or not _is_label(value, problem) or (problem == SINGLE and not is_given and _is_bracketed(value)):
+            raise InputError(
+                f"{source}: row {number} has the label {str(word)[:80]}, and {LABEL_RULES[problem]}: name another "
+                "column by --label_column, or see --problem_type"
+            )
+    if not (problem == MULTI and any(isinstance(word, str) for word in written)):
+        return rows
+    are_numbers = all(isinstance(one, int) and abs(one) < 2**63 for value in values for one in value)
+    values = values if are_numbers else [list(map(str, value)) for value in values]
+    feature = datasets.List(datasets.Value("int64" if are_numbers else "string"))
+    return rows.remove_columns(column).add_column(column, values, feature=feature)
+
+
+def _check_quotes(table: _Table, columns: dict[str, str]) -> None:
+    """Refuse a cell whose lines read as rows of the table, with a label of others: a stray quote has swallowed them."""
+    names, rows = table.rows.column_names, table.rows[:]
+    column = next(theirs for theirs, ours in columns.items() if ours == "label")
+    at_label, labels = (names.index(column), set(map(str, rows[column]))) if column in names else (0, set())
+    for number, cells in enumerate(zip(*(rows[name] for name in names), strict=True), start=1):
+        texts = ["" if cell is None else str(cell) for cell in cells]
+        for at, text in ((at, text) for at, text in enumerate(texts) if "\n" in text):
+            first, *others = (next(csv.reader([line]), []) for line in text.split("\n"))
+            *inner, last = others
+            inside = [[*texts[:at], *first]] if at_label >= at else []
+            inside += [*inner, *([[*last, *texts[at + 1 :]]] if at_label < len(last) else [])]
+            if inside and all(len(row) == len(names) and row[at_label] in labels for row in inside):
+                raise InputError(
+                    f"{table.source}: row {number} has whole rows in its column {names[at]}, so a stray double quote "
+                    "opens it: take it out, or write it twice"
+                )
 
 
 def _is_label(value: Any, problem: ProblemType) -> bool:
@@ -354,12 +465,19 @@ def _classes(tables: Sequence[_Table], problem: ProblemType) -> tuple[list[str],
     """Return the names of the classes, and the class of each label as it is written in the data."""
     if problem == REGRESSION:
         return ["LABEL_0"], {}  # transformers' name for one without a name
-    found = [label for table in tables for label in table.rows["label"]]
+    found = [label for table in tables for label in table.rows["label"][:]]
     if problem == MULTI:
         found = [label for labels in found for label in labels]
     labels = set(found)
     if len({isinstance(label, bool) for label in found}) > 1:  # True and 1 are one to Python
         raise InputError(f"{_name_of(tables)} has true or false among other labels: write all of them alike")
+    if (
+        problem == MULTI
+        and len(labels) == 2
+        and {str(label).lower() for label in labels} <= {"0", "1", "true", "false"}
+        and all(len(row) == len(labels) for table in tables for row in table.rows["label"][:])
+    ):
+        raise InputError(f"{_name_of(tables)} has vectors of 0 and 1 as labels: list the classes of each text")
     if len(labels) < 2:
         raise InputError(f"{_name_of(tables)} has texts of {len(labels)} class(es): give at least 2 to tell apart")
     feature = tables[0].rows.features["label"]
@@ -373,7 +491,7 @@ def _classes(tables: Sequence[_Table], problem: ProblemType) -> tuple[list[str],
 
 def _as_learned(table: _Table, names: list[str], index_of: dict[str, int], problem: ProblemType) -> datasets.Dataset:
     """Return the rows with the index of a class for a label, or those of its classes, or a number."""
-    source, rows = table
+    source, rows, _ = table
 
     def index(label: Any, number: int) -> int:
         if str(label) not in index_of:
@@ -383,7 +501,7 @@ def _as_learned(table: _Table, names: list[str], index_of: dict[str, int], probl
             )
         return index_of[str(label)]
 
-    labels: list[Any] = list(enumerate(rows["label"], start=1))
+    labels: list[Any] = list(enumerate(rows["label"][:], start=1))
     if problem == REGRESSION:
         labels, feature = [float(label) for _, label in labels], datasets.Value("float32")
     elif problem == MULTI:
@@ -392,6 +510,19 @@ def _as_learned(table: _Table, names: list[str], index_of: dict[str, int], probl
     else:
         labels, feature = [index(label, number) for number, label in labels], datasets.Value("int64")
     return rows.remove_columns("label").add_column("label", labels, feature=feature)
+
+
+def _hold_out(rows: datasets.Dataset, problem: ProblemType, fraction: float, seed: int, source: str) -> Splits:
+    """Hold out a part of each class, the first one of several; copies of a text stay together."""
+    pairs = zip(*(rows[column][:] for column in ("text", "text_pair") if column in rows.column_names), strict=True)
+    digests = np.array([digest_of("\0".join(texts).encode()) for texts in pairs])
+    _, firsts, text_of = np.unique(digests, return_index=True, return_inverse=True)
+    labels = [[0] if problem == REGRESSION else label if problem == MULTI else [label] for label in rows["label"][:]]
+    classes = np.unique([(labels[at] or [-1])[0] for at in firsts], return_inverse=True)[1]
+    held_out = choose_held_out(classes, [str(digests[at]) for at in firsts], fraction, seed)
+    if not len(held_out):
+        raise InputError(f"{source} has one text a class, so none can be held out: add some, or --validation_file")
+    return hold_out(rows, np.isin(text_of, held_out))
 
 
 @progress_bars(False)

@@ -12,7 +12,15 @@ import datasets
 import numpy as np
 
 from memsave_recipes.data import in_classes_of_model
-from memsave_recipes.data.sources import Splits, choose_splits, first_of, hold_out, progress_bars
+from memsave_recipes.data.sources import (
+    VALIDATION_FRACTION,
+    Splits,
+    choose_held_out,
+    choose_splits,
+    first_of,
+    hold_out,
+    progress_bars,
+)
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS, CROP, MIXES, TRANSFORMS, Augmentation
 from memsave_recipes.data.vision.decoding import (
     LIST,
@@ -30,13 +38,12 @@ from memsave_recipes.data.vision.decoding import (
 )
 from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, read_folder
 from memsave_recipes.errors import InputError, option, packages_of, require
-from memsave_recipes.fingerprint import Fingerprint, digest_of
+from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.losses import MULTI, SINGLE, ProblemType
 from memsave_recipes.text import join_names, printable
 
 DIGITS_SIZE, PHOTOGRAPH_SIZE = 32, 224
-VALIDATION_FRACTION = 0.1
 MAX_CLASSES_NAMED = 12
 LISTS = ("label", "labels", "class", "classes", "category", "categories", "tags")
 """Names of a column of lists of words that are classes."""
@@ -309,25 +316,6 @@ def _relabelled(rows: datasets.Dataset, names: list[str], place_of: dict[Any, in
     one = datasets.ClassLabel(names=names)
     feature = datasets.List(one) if isinstance(rows.features["label"], datasets.List) else one
     return rows.remove_columns("label").add_column("label", labels, feature=feature)
-
-
-def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
-    """Choose the images to hold out, sorted, by a hash of seed and name; none where no class can spare one.
-
-    Every class keeps an image to train on, and at least one is held out. scikit-learn's stratified split, which
-    ``datasets`` uses, refuses a class of one image, and fewer held-out images than classes. ``labels`` are int64 (N,),
-    from 0; the order of ``names`` does not matter.
-    """
-    hashes = np.array([digest_of(f"{seed} {name}".encode()) for name in names])
-    sizes = np.bincount(labels)
-    by_class = np.lexsort((hashes, labels))
-    rank = np.empty_like(by_class)  # of an image within its class, from 0
-    rank[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # The first in a class of n has the share up to 1 / n of it, half of that on average.
-    share = (rank + 0.5) / sizes[labels]
-    in_turn = np.lexsort((hashes, share))
-    can_go = in_turn[rank[in_turn] < sizes[labels[in_turn]] - 1]
-    return np.sort(can_go[: max(1, round(fraction * len(labels)))])
 
 
 def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, fraction: float, seed: int) -> Splits:
