@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
     AttentionMaskInterface,
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -455,6 +457,17 @@ def image_processor_config(name_or_path: str | None) -> dict[str, Any]:
         with suppress(OSError):
             return ImageProcessingMixin.get_image_processor_dict(name_or_path)[0]
     return {}
+
+
+def open_image_processor(name_or_path: str | Path, *, trust_remote_code: bool) -> Any:
+    """Open the image processor of a folder or of the Hub; raises whatever transformers does."""
+    try:
+        return AutoImageProcessor.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except ImportError:  # transformers 5.17 asks for torchvision, also for a class that needs PIL alone
+        name = image_processor_config(str(name_or_path)).get("image_processor_type", "")
+        if (of_pil := getattr(transformers, f"{name.removesuffix('Fast')}Pil", None)) is None:
+            raise
+        return of_pil.from_pretrained(name_or_path)
 
 
 def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:

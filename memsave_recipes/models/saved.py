@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitImageProcessorPil,
+    MobileViTImageProcessorPil,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -55,6 +54,7 @@ from memsave_recipes.models.pretrained import (
     check_files,
     is_adapter,
     missing_base,
+    open_image_processor,
     problem_of,
     read_labels,
     read_problem,
@@ -130,6 +130,7 @@ def save_image_classifier(
     resize_mode: str,
     mean: Sequence[float],
     std: Sequence[float],
+    bgr: bool = False,
     grey_bits: int | None = None,
     problem_type: ProblemType = SINGLE,
 ) -> None:
@@ -139,16 +140,17 @@ def save_image_classifier(
         architecture: the name of our model; ``None`` for one of transformers, which writes its own configuration.
         resize_mode: ``squash`` to (S, S); or ``crop``: the shorter side to S, then (S, S) from the middle.
         mean, std: of each channel, for values from 0 to 1.
+        bgr: whether the channels are in this order, with a mean of 0 and one deviation.
     """
     square, crops = {"height": image_size, "width": image_size}, resize_mode == "crop"
     own: dict[str, Any] = {} if grey_bits is None else {GREY_BITS: grey_bits}
-    BitImageProcessorPil(
+    values = {"rescale_factor": 1 / (255 * std[0])} if bgr else {"image_mean": list(mean), "image_std": list(std)}
+    (MobileViTImageProcessorPil if bgr else BitImageProcessorPil)(
         size={"shortest_edge": image_size} if crops else square,
         do_center_crop=crops,
         crop_size=square,
         resample=BILINEAR,
-        image_mean=list(mean),
-        image_std=list(std),
+        **values,
         **own,
     ).save_pretrained(folder)
     _save_labels(folder, label_names, problem_type)
@@ -354,22 +356,12 @@ def _image_processor(path: Path, trust_remote_code: bool) -> Any:
     if not (path / IMAGE_PROCESSOR).is_file():
         raise InputError(f"{path} has no {IMAGE_PROCESSOR}, so size and normalisation are not known: take another")
     with loading_by_name(str(path), f"{path / IMAGE_PROCESSOR}", HINT):
-        processor = _load_image_processor(path, trust_remote_code)
+        processor = open_image_processor(path, trust_remote_code=trust_remote_code)
         sizes = [dict(getattr(processor, name, None) or {}) for name in ("size", "crop_size")]
         sides = [size[name] for size in sizes for name in SIDES if size.get(name) is not None]
         if not all(0 < side <= MAX_SIDE for side in sides):
             raise ValueError(f"its images have sides of {sides} pixels")
     return processor
-
-
-def _load_image_processor(path: Path, trust_remote_code: bool) -> Any:
-    try:
-        return AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ImportError:  # transformers 5.17 asks for torchvision, also for a class that needs PIL alone
-        name = json.loads((path / IMAGE_PROCESSOR).read_text(encoding="utf-8")).get("image_processor_type", "")
-        if (of_pil := getattr(transformers, f"{name.removesuffix('Fast')}Pil", None)) is None:
-            raise
-        return of_pil.from_pretrained(path)
 
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> Any:

@@ -14,18 +14,23 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BitImageProcessorPil,
+    ConvNextImageProcessorPil,
+    EfficientNetImageProcessorPil,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     MarianConfig,
     MarianMTModel,
+    MobileViTImageProcessorPil,
     ViTConfig,
     ViTForImageClassification,
+    ViTImageProcessorPil,
 )
 
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
+from memsave_recipes.models.pretrained import open_image_processor
 from memsave_recipes.models.saved import layout_of, save_image_classifier
 
 NAMES = ("cat", "dog", "eel")
@@ -93,6 +98,71 @@ def test_a_convnet_is_trained_further_with_the_same_normalisation(convnet):
     assert normalization(flags) == {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
     again = build_image_classifier(flags, NAMES, 16, torch.float32, with_weights=True)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+PROCESSORS = {
+    "values as they are": (ViTImageProcessorPil, {"do_rescale": False, **HALF}),
+    "from 0 to 1": (ViTImageProcessorPil, {"do_normalize": False}),
+    "bytes": (ViTImageProcessorPil, {"do_normalize": False, "do_rescale": False}),
+    "another factor": (
+        ViTImageProcessorPil,
+        {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [0.7] * 3},
+    ),
+    "one number": (ViTImageProcessorPil, {"image_mean": 0.4, "image_std": 0.3}),
+    "BGR": (MobileViTImageProcessorPil, {}),
+    "BGR of bytes": (MobileViTImageProcessorPil, {"do_rescale": False}),
+    "RGB": (MobileViTImageProcessorPil, {"do_flip_channel_order": False}),
+    "divided twice": (EfficientNetImageProcessorPil, {}),
+    "from -1 to 1": (
+        EfficientNetImageProcessorPil,
+        {"rescale_offset": True, "include_top": False, "do_normalize": False},
+    ),
+    "all of it": (EfficientNetImageProcessorPil, {"rescale_offset": True, "rescale_factor": 1 / 127.5}),
+    "a crop": (ConvNextImageProcessorPil, {"crop_pct": 0.9}),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_pixels_are_those_of_the_models_own_processor(tmp_path, case):
+    kind, entries = PROCESSORS[case]
+    own = kind(size={"height": 16, "width": 16}, **entries)
+    own.save_pretrained(tmp_path)
+    flags = ImageModelArguments(model_name_or_path=str(tmp_path))
+    image = picture(16, 16)
+    expected = own(image, do_resize=False, do_center_crop=False, return_tensors="pt").pixel_values.float()
+    raw = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+    found = to_pixel_values(raw, None, **normalization(flags), dtype=torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    files = {"architecture": None, "label_names": (), "dtype": torch.float32, "image_size": 16}
+    save_image_classifier(tmp_path / "final", **files, resize_mode="squash", **normalization(flags))
+    saved = open_image_processor(tmp_path / "final", trust_remote_code=False)
+    torch.testing.assert_close(saved(image, return_tensors="pt").pixel_values, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "words"),
+    [
+        (ViTImageProcessorPil, {"image_mean": [0.5]}, "cannot be followed (1 channels)"),
+        (ViTImageProcessorPil, {"image_std": 0.0}, "cannot be followed (float division by zero)"),
+        (ViTImageProcessorPil, {"image_mean": "x"}, "cannot be followed ("),
+        (MobileViTImageProcessorPil, {"do_normalize": True}, "cannot be followed (BGR with a mean of its own)"),
+        (
+            MobileViTImageProcessorPil,
+            {"do_flip_channel_order": False, "do_normalize": True},
+            "cannot be followed (it does something else",
+        ),
+        (None, {"image_processor_type": "NoSuchProcessor"}, "its image processor cannot be loaded ("),
+    ],
+)
+def test_a_processor_that_cannot_be_followed_is_named(tmp_path, kind, entries, words):
+    if kind is not None:
+        kind().save_pretrained(tmp_path)
+        entries = json.loads((tmp_path / "preprocessor_config.json").read_text()) | entries
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
+    with pytest.raises(InputError, match=rf"--model_name_or_path {tmp_path}: its image processor") as caught:
+        normalization(ImageModelArguments(model_name_or_path=str(tmp_path)))
+    assert words in str(caught.value)
 
 
 def test_other_classes_get_a_new_last_layer_and_a_line_says_so(convnet, caplog):

@@ -263,12 +263,19 @@ def warp(images: Tensor, affine: Tensor) -> Tensor:
 
 @wrap_torch_function(lambda images, *_, **__: (images,))  # of a wrapper tensor: the whole function for each inner one
 def to_pixel_values(
-    images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
+    images: Tensor,
+    affine: Tensor | None,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    dtype: torch.dtype,
+    bgr: bool = False,
 ) -> Tensor:
     """Make the model's input of uint8 (B, 3, H, W): warped by maps (B, 2, 3) if given, normalised, in ``dtype``."""
     if affine is not None:
         images = warp(images.to(_working_dtype(dtype)), affine)
-    return normalize(images, mean=mean, std=std, dtype=dtype)  # (B, 3, H, W)
+    pixels = normalize(images, mean=mean, std=std, dtype=dtype)  # (B, 3, H, W)
+    return pixels.flip(1) if bgr else pixels
 
 
 def _working_dtype(dtype: torch.dtype) -> torch.dtype:
