@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.utils.logging import disable_progress_bar
 
+from memsave_recipes.data.sources import of_left_out
 from memsave_recipes.data.text.chat_template import render_prompt
 from memsave_recipes.data.text.conversations import Conversation, is_conversation, read_conversation
 from memsave_recipes.data.vision.decoding import MAX_GREY_BITS, decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.losses import MULTI, REGRESSION
 from memsave_recipes.models.saved import SavedModel, load
-from memsave_recipes.text import ProgressBar, first_line, printable, read_json
+from memsave_recipes.text import ProgressBar, first_line, printable, read_json, say
 
 with packages_of("vision", "images"):
     from PIL import Image
@@ -85,9 +88,13 @@ def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments
 def _images_of(word: str, flags: PredictArguments) -> Iterator[Path]:
     if os.path.isdir(word):
         endings = Image.registered_extensions()
-        found = sorted(path for path in Path(word).rglob("*") if path.suffix.lower() in endings and path.is_file())
+        files = sorted(path for path in Path(word).rglob("*") if not path.name.startswith(".") and path.is_file())
+        found = [path for path in files if path.suffix.lower() in endings]
         if not found:
             raise InputError(f"{word} has no images: name a folder of image files")
+        others = Counter(path.suffix.lower() for path in files if path.suffix.lower() not in endings)
+        for line in of_left_out(len(found), others):
+            say(f"note: {printable(word)}: {line}", file=sys.stderr)
     elif os.path.isfile(word):
         found = [Path(word)]
     else:
@@ -107,22 +114,22 @@ def _broken(path: Path, error: Exception) -> InputError:
 
 def _texts_of(word: str, flags: PredictArguments) -> Iterator[Any]:
     path = Path(word)
-    if path.suffix not in TABLES:
+    if (kind := path.suffix.lower()) not in TABLES:
         if os.path.exists(word):
-            kind = "a folder" if os.path.isdir(word) else f"a {path.suffix or 'file'}"
-            raise InputError(f"{word} is {kind}, and the model takes text: give texts, a .txt or a .jsonl")
+            found = "a folder" if os.path.isdir(word) else f"a {path.suffix or 'file'}"
+            raise InputError(f"{word} is {found}, and the model takes text: give texts, a .txt or a .jsonl")
         yield word
         return
     if path.exists() and not path.is_file():  # a pipe may never end
         raise InputError(f"{word} is not a file: check the path")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # no other character ends one, as in training
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise InputError(f"{word} cannot be read ({why}): check the path") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield line if path.suffix == ".txt" else _value_of(f"{word} row {number}", line, flags)
+            yield line.removesuffix("\r") if kind == ".txt" else _value_of(f"{word} row {number}", line, flags)
 
 
 def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
@@ -168,6 +175,7 @@ def predict(saved: SavedModel, inputs: Sequence[Any], flags: PredictArguments) -
 
     Raises:
         InputError: an image cannot be decoded, a text is too long, or the model, its processor or its template fail.
+        FloatingPointError: what the model makes is not finite.
     """
     answer: Callable[..., Iterator[Any]] = _generated if saved.task == "text-generation" else _classified
     key = "generated_text" if saved.task == "text-generation" else "predictions"
@@ -176,12 +184,15 @@ def predict(saved: SavedModel, inputs: Sequence[Any], flags: PredictArguments) -
     with ProgressBar(total=len(inputs), unit="input") as bar:
         for start in range(0, len(inputs), flags.batch_size):
             batch = inputs[start : start + flags.batch_size]
+            where = f"from {printable(_name_of(batch[0]))[:80]!r} on"
             try:
                 answers = list(answer(saved, list(batch), flags))
             except InputError:
                 raise
+            except FloatingPointError as error:
+                hint = "look at its weights, or take another --device"
+                raise FloatingPointError(f"the model's outputs {where} are {error}: {hint}") from error
             except Exception as error:  # of a processor, a template or foreign weights
-                where = f"from {printable(_name_of(batch[0]))[:80]!r} on"
                 raise InputError(
                     f"the model cannot take the inputs {where} ({first_line(error)}): look at its files"
                 ) from error
@@ -194,6 +205,7 @@ def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -
     is_image = saved.task == "image-classification"
     inputs = [_decoded(path, saved.grey_bits) for path in values] if is_image else values
     logits = saved.logits(inputs)
+    _check_finite(logits)
     if saved.problem_type == REGRESSION:
         yield from logits.squeeze(-1).tolist()
         return
@@ -204,6 +216,19 @@ def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -
             {"label": saved.label_names[index], "probability": share}
             for share, index in zip(shares, indices, strict=True)
         ]
+
+
+def _check_finite(logits: Tensor) -> None:
+    if not logits.isfinite().all():
+        raise FloatingPointError("NaN or infinite")
+
+
+class _Checked(LogitsProcessor):
+    """Checks what ``generate`` chooses by."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        _check_finite(scores.masked_fill(scores == -torch.inf, 0))  # which forbids a token
+        return scores
 
 
 def _decoded(path: Path, grey_bits: int | None) -> Image.Image:
@@ -228,6 +253,7 @@ def _generated(saved: SavedModel, values: list[Any], flags: PredictArguments) ->
         **tokens,
         max_new_tokens=flags.max_new_tokens,
         do_sample=False,
+        logits_processor=LogitsProcessorList([_Checked()]),
         pad_token_id=tokenizer.pad_token_id,
         **dict.fromkeys(("temperature", "top_p", "top_k")),  # of sampling
     )

@@ -92,14 +92,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def train(args: Arguments, run: Run) -> dict[str, Any]:
     """Train the classifier in the run's folder."""
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
-    check_length(args.max_length, configuration_of(args))
+    config = configuration_of(args)
+    check_length(args.max_length, config)
     with run.main_process_first():
         model = {"model_labels": args.model_labels, "model_problem": args.model_problem} if args.eval_only else {}
         texts = load_labelled_text(args, seed=args.seed, **model)
         source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
-        of_scratch = {"vocab_size": args.vocab_size, "model_type": args.model_type}
-        tokenizer = load_text_tokenizer(source, texts, flag=flag, **of_scratch, **code)
+        of_model = {"model_type": args.model_type, "splits_special_tokens": config.is_encoder_decoder, **code}
+        tokenizer = load_text_tokenizer(source, texts, flag=flag, vocab_size=args.vocab_size, **of_model)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
     of_train = tokens.train.rows["label"][:]
     loss = args.label_loss(texts.problem_type, texts.label_names, of_train)
@@ -111,7 +112,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     task = describe(args, texts.label_names, loss, vocab_size=len(tokenizer), **special)
     bare = run.build(task)
     check_vocabulary(tokenizer, bare.config.get_text_config().vocab_size)
-    check_inputs(bare, tokens.train)
+    check_inputs(bare, tokens.train, tokens.validation)
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
     place(bare, run.accelerator.device, streamed=task.streamed)

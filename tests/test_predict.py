@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -127,6 +127,55 @@ def test_texts_are_words_lines_and_rows(texts, tmp_path, capsys):
     assert [row["input"] for row in rows] == ["one three", "one two", "three"]
     rows = rows_of(capsys, texts, tmp_path / "rows.jsonl", "--text_column", "body")
     assert [row["input"] for row in rows] == ["one", "two"]
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\f", "\v", "\x1c", "\r"], ids=ascii)
+def test_only_a_line_feed_ends_a_line(texts, tmp_path, capsys, inside):
+    text = f"one {inside} two"
+    (tmp_path / "lines.TXT").write_bytes(f"\ufeff{text}\r\nthree\n".encode())
+    assert [row["input"] for row in rows_of(capsys, texts, tmp_path / "lines.TXT")] == [text, "three"]
+    raw = json.dumps({"text": text}, ensure_ascii=False)
+    (tmp_path / "rows.JSONL").write_bytes(f"\ufeff{raw}\r\n\r\n{raw}".encode())
+    assert [row["input"] for row in rows_of(capsys, texts, tmp_path / "rows.JSONL")] == [text] * 2
+
+
+def test_a_file_that_is_missing_is_no_text(texts, capsys):
+    assert "none.TXT cannot be read (No such file or directory)" in refusal_of(capsys, texts, "none.TXT")
+
+
+def test_images_that_are_passed_over_are_counted(images, tmp_path, capsys):
+    shutil.copytree(images[1], tmp_path / "all")
+    for name in ("a.HEIC", "b.heic", "photo"):
+        (tmp_path / "all" / name).touch()
+    assert main(["predict", str(images[0]), str(tmp_path / "all"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3
+    assert f"note: {tmp_path}/all: 3 of 7 files read: 1 without an ending, 2 .heic, 1 .txt left out\n" in err
+
+
+def test_what_is_not_finite_is_one_line_and_code_4(images, texts, prompts, tmp_path, capsys):
+    sources = {images[0] / "final": images[1] / "a.png", texts: "one two", prompts: "one two"}
+    for number, (source, word) in enumerate(sources.items()):
+        folder = shutil.copytree(source, tmp_path / str(number))
+        weights = load_file(folder / "model.safetensors")
+        save_file(
+            {name: torch.full_like(one, float("nan")) for name, one in weights.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+        code = main(["predict", str(folder), str(word), "--json", "--max_new_tokens", "5"])
+        out, err = capsys.readouterr()
+        assert code == 4, err
+        assert out == ""
+        line = next(line for line in err.splitlines() if line.startswith("error: "))
+        assert line.startswith(f"error: the model's outputs from '{word}' on are NaN or infinite: look at its weights")
+
+
+def test_an_output_that_does_not_take_a_text_gets_its_escapes(texts, capsys, monkeypatch):
+    with io.TextIOWrapper(io.BytesIO(), encoding="latin-1") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        assert main(["predict", str(texts), "one 🙂 ü", "--json"]) == 0
+        assert json.loads(stream.buffer.getvalue())["input"] == "one 🙂 ü"
 
 
 def test_pairs_are_not_the_same_as_their_first_texts(texts, tmp_path, capsys):
@@ -294,6 +343,7 @@ def test_whatever_code_a_whole_model_brings_is_not_run(request, images, tmp_path
     ("entries", "message"),
     [
         ({"image_mean": [0.1]}, "cannot take the inputs from"),
+        ({"image_std": [0.5, 0, 1]}, "its image_std is 0"),
         ({"size": None, "crop_size": None}, "cannot take the inputs from"),
         ({"size": {"height": 200_000, "width": 200_000}}, "sides of [200000, 200000"),
         ({"size": {"shortest_edge": -3}}, "sides of [-3"),
@@ -340,6 +390,15 @@ def test_files_of_weights_are_safetensors_in_the_folder(texts, tmp_path, capsys,
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     line = refusal_of(capsys, folder, "one")
     assert f"model.safetensors.index.json names {named!r}, which is not a .safetensors file next to it" in line
+
+
+def test_a_pipe_in_an_index_is_refused(texts, tmp_path, capsys):
+    folder = shutil.copytree(texts, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "pipe.safetensors")
+    index = {"metadata": {}, "weight_map": {"classifier.bias": "pipe.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "index.json names 'pipe.safetensors', which is not a file: take another" in refusal_of(capsys, folder, "one")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 2000])

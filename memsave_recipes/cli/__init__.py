@@ -12,7 +12,10 @@ from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and returns its exit code: 0, 2 for an ``InputError``, 1 where nobody reads on (``| head``)."""
+    """Run one command and return its exit code: 0, 1 where nobody reads on (``| head``), or as of a recipe.
+
+    That is 2 for an ``InputError``, and 4 for numbers that are not finite.
+    """
     parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
         check_words(words)
@@ -27,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error.one_line}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 4
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again as it ends
         return 1

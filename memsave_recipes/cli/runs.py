@@ -200,8 +200,9 @@ def _predict(arguments: argparse.Namespace) -> None:
     saved = load_on(arguments.device, arguments.folder, trust_remote_code=arguments.trust_remote_code)
     rows = predict(saved, read_inputs(arguments.inputs, saved, flags), flags)
     if arguments.json:
+        takes_all = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         for row in rows:
-            line = json.dumps(row, ensure_ascii=False)
+            line = json.dumps(row, ensure_ascii=not takes_all)
             print("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line))
     else:
         show_predictions(rows)

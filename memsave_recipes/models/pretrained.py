@@ -308,6 +308,8 @@ def check_files(folder: str | Path) -> None:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(f"{index} names {name!r}, which is not a .safetensors file next to it: take another model")
+        if (file := Path(folder, name)).exists() and not file.is_file():  # a pipe may never end
+            raise InputError(f"{index} names {name!r}, which is not a file: take another model")
 
 
 def check_configuration(config: PreTrainedConfig) -> None:

@@ -116,7 +116,9 @@ class SavedModel:
                 encoded["images"] = encoded.pop("pixel_values")
             return encoded
         length = self.processor.init_kwargs.get("max_length")
-        cut = {"truncation": True, "max_length": length} if length else {"truncation": True}
+        cut: dict[str, Any] = {"truncation": True, **({"max_length": length} if length else {})}
+        if self.task == "text-classification" and self.model.config.is_encoder_decoder:  # type: ignore[union-attr]
+            cut["split_special_tokens"] = True  # as in training: it counts end tokens
         return self.processor(list(inputs), padding=True, return_tensors="pt", **cut)
 
 
@@ -361,6 +363,9 @@ def _image_processor(path: Path, trust_remote_code: bool) -> Any:
         sides = [size[name] for size in sizes for name in SIDES if size.get(name) is not None]
         if not all(0 < side <= MAX_SIDE for side in sides):
             raise ValueError(f"its images have sides of {sides} pixels")
+        std = getattr(processor, "image_std", None)
+        if processor.do_normalize and 0 in (std if isinstance(std, list | tuple) else [std]):
+            raise ValueError("its image_std is 0")
     return processor
 
 

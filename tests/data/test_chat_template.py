@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import resource
 
 import datasets
 import numpy as np
@@ -527,3 +528,27 @@ def test_a_row_tells_its_template_what_transformers_does(tokenizer, marked, opti
     assert prompt == thinks.apply_chat_template(TWICE[:3], tokenize=False, add_generation_prompt=True, **options)
     with pytest.raises(InputError, match="chat_template_kwargs has tokenize, which is the run's: take it out"):
         tokenized({"messages": TWICE, "options": {"tokenize": True}}, thinks)
+
+
+@pytest.mark.parametrize(
+    "words", ["'x' * 10**10", "'x' * 10**9", "'x' * 10**8", "'x'.ljust(10**11)", "'%0100000000d' % 1"]
+)
+def test_a_template_that_makes_gigabytes_ends_in_one_line(tokenizer, words):
+    tokenizer.chat_template = CHATML + "{{- " + words + " }}"
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(InputError, match=r"is refused by the chat template \((MemoryError|it makes 1.*characters)\): "):
+        encode(TWICE, tokenizer)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_marks_around_the_turns_of_others_are_refused(tokenizer, role, tmp_path):
+    (tmp_path / "a.jinja").write_text(CHATML.replace("== 'assistant'", f"in ['assistant', '{role}']"))
+    with pytest.raises(InputError, match=rf"the chat template has {{% generation %}} around {role} messages: pass"):
+        set_chat_template(tokenizer, str(tmp_path / "a.jinja"), is_new=False)
+    (tmp_path / "a.jinja").write_text(CHATML.replace("== 'assistant'", f"== '{role}'"))
+    with pytest.raises(InputError, match=rf"around {role} messages"):
+        set_chat_template(tokenizer, str(tmp_path / "a.jinja"), is_new=False)
+    for name in TEMPLATES:
+        (tmp_path / "a.jinja").write_text(TEMPLATES[name])
+        set_chat_template(tokenizer, str(tmp_path / "a.jinja"), is_new=False)

@@ -93,6 +93,27 @@ def test_what_is_no_image_of_a_class_is_not_read(flat):
     assert sum(map(len, (load(data_dir=str(flat)).train, load(data_dir=str(flat)).validation))) == 30
 
 
+def test_files_that_are_no_images_by_their_names_are_counted_and_named(flat):
+    names = ("a.HEIC", "b.heif", "c.heic", "photo", "p.jpg_large", "p.jpg!d", "q.jpeg.download", "x.dng")
+    for name in names:
+        (flat / "dog" / name).write_bytes(b"")
+    (flat / "only phones").mkdir()
+    (flat / "only phones" / "a.heic").touch()
+    (flat / "cat" / ".hidden").touch()
+    (flat / "beside.heic").touch()
+    expected = "1 without an ending, 1 .dng, 1 .download, 3 .heic, 1 .heif, 1 .jpg!d, 1 .jpg_large"
+    assert f"note: 30 of 39 files read: {expected} left out" in load(data_dir=str(flat)).notices
+    picture(99).save(flat / "cat" / "a.PNG", format="png")
+    assert any(line.startswith("note: 31 of 40 files read: ") for line in load(data_dir=str(flat)).notices)
+
+
+@pytest.mark.skipif(".avif" not in Image.registered_extensions(), reason="this Pillow does not read AVIF")
+def test_avif_is_read(flat):
+    picture(99, size=(64, 64)).save(flat / "cat" / "a.avif", quality=100)
+    splits = load(data_dir=str(flat))
+    assert len(splits.train) + len(splits.validation) == 31
+
+
 # Images held out
 
 

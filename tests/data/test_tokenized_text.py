@@ -1,11 +1,15 @@
 """Texts as tokens: cut once, padded by micro-batch, and never longer than what the model takes."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
 import torch
 from tokenizers.processors import Sequence
 from transformers import (
     AutoTokenizer,
+    BartConfig,
+    BartForSequenceClassification,
     BertConfig,
     BertModel,
     ModernBertConfig,
@@ -151,6 +155,43 @@ def test_a_tokenizer_may_know_better_than_the_model(saved):
     model = BertModel(BertConfig(**SMALL, vocab_size=300, max_position_embeddings=20))
     with pytest.raises(InputError, match="more than the 12 tokens"):
         check_length(13, model.config, model, given)
+
+
+def test_the_end_tokens_of_an_encoder_decoder_are_counted(saved):
+    """A text may spell one out; a tokenizer may add none, or pad with it."""
+    texts = labelled()
+    spelt = [f"one {BOUNDARY} two", BOUNDARY, "three", "four"]
+    rows = datasets.Dataset.from_dict({"text": spelt, "label": [0, 1, 0, 1]})
+    texts = LabelledText(train=rows, validation=rows, label_names=("a", "b"))
+    shape = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    shape |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 300}
+    plain, splits = (load_text_tokenizer(str(saved), texts, vocab_size=300, splits_special_tokens=on) for on in (0, 1))
+    tokens = {name: getattr(plain, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    model = BartForSequenceClassification(BartConfig(**shape, **tokens, decoder_start_token_id=tokens["pad_token_id"]))
+    made = tokenize(texts, splits, max_length=100)
+    check_inputs(model, made.train, made.validation)
+    batch = made.train.collate([made.train[index] for index in range(4)])
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert logits.isfinite().all()
+    splits.save_pretrained(saved / "again")
+    again = AutoTokenizer.from_pretrained(saved / "again")
+    assert again(spelt)["input_ids"] == splits(spelt)["input_ids"] != plain(spelt)["input_ids"]
+    made = tokenize(texts, plain, max_length=100)
+    with pytest.raises(InputError, match=r"the training text 3 has 2 end tokens .* the first one 3, and BartForSeq"):
+        check_inputs(model, made.train)
+    with pytest.raises(InputError, match="the held-out text 1 has 3 end tokens"):
+        check_inputs(model, replace(made.train, rows=made.train.rows.select([2])), made.validation)
+    check_inputs(BertModel(BertConfig(**SMALL, vocab_size=300)), made.train)
+    plain.backend_tokenizer.post_processor = Sequence([])
+    made = tokenize(
+        LabelledText(train=rows.select([2, 3]), validation=rows, label_names=("a", "b")), plain, max_length=100
+    )
+    with pytest.raises(InputError, match="the training text 1 has 0 end tokens"):
+        check_inputs(model, made.train)
+    splits.pad_token = splits.eos_token
+    made = tokenize(texts, splits, max_length=100)
+    with pytest.raises(InputError, match="the tokenizer pads with the end token"):
+        check_inputs(model, made.train)
 
 
 def test_what_the_model_does_not_take_is_refused(saved):

@@ -1,6 +1,8 @@
 """A trained tokenizer loses no text, is the same every time and is trained once; a given one is checked before use."""
 
 import json
+import random
+import time
 
 import datasets
 import pytest
@@ -178,3 +180,13 @@ def test_a_vocabulary_larger_than_the_models():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
     with pytest.raises(InputError, match="token ids up to 300"):
         check_vocabulary(tokenizer, 300)
+
+
+def test_a_word_of_a_megabyte_takes_no_time_by_its_square():
+    word = "".join(random.Random(0).choices("abcdefghij", k=400_000))
+    began = time.process_time()
+    trained = load_tokenizer(None, [f"one two {word} three"], vocab_size=2000)
+    assert time.process_time() - began < 15
+    assert "".join(trained.convert_ids_to_tokens(trained("one")["input_ids"])) == "one"
+    plain = load_tokenizer(None, ["one two " * 40 + "a" * 999], vocab_size=300)
+    assert "a" * 999 in plain.backend_tokenizer.decode(plain("a" * 999)["input_ids"])

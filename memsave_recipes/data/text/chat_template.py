@@ -18,7 +18,9 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +45,7 @@ CHATML_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MAX_BYTES, MAX_CHARACTERS = 2 * 1024**3, 2**24  # of a rendering, and of what a template adds to a conversation
 OTHER_CONTENT = "qzxjkvqzxjkv"
 REASONING, CALLS = "reasoning_content", "tool_calls"
 THINK = ("<think>", "</think>")
@@ -152,6 +155,19 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         raise InputError(
             "the tokenizer has no chat template: pass --chat_template chatml, or that of its model as a .jinja file"
         )
+    _check_marks(tokenizer)
+
+
+def _check_marks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ``InputError`` where ``{% generation %}`` stands around what others than the assistant write."""
+    turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    for at, turn in enumerate(turns[:2]) if GENERATION.search(str(tokenizer.get_chat_template())) else ():
+        marked: Any = ""
+        with suppress(InputError):  # of a template that takes no system message, say
+            tokens, is_assistant = encode([turn | {"content": OTHER_CONTENT}, *turns[at + 1 :]], tokenizer)
+            marked = tokenizer.decode(tokens[is_assistant].tolist())
+        if OTHER_CONTENT in marked:
+            raise InputError(f"the chat template has {{% generation %}} around {turn['role']} messages: {OWN_TEMPLATE}")
 
 
 def _chatml_end(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -244,6 +260,24 @@ def render_prompt(chat: Conversation, tokenizer: PreTrainedTokenizerBase) -> str
     return template.render(chat["messages"], add_generation_prompt=True)
 
 
+@contextmanager
+def _memory_limit(num_bytes: int) -> Iterator[None]:
+    """Raise ``MemoryError`` where what is inside takes more memory; only on Linux, which counts addresses."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (*before, used + num_bytes) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int, int]]) -> np.ndarray:
     """Return the turn in whose span each token lies, or -1; one that reaches over the beginning does, not the end."""
     first, last = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
@@ -324,10 +358,14 @@ class _Template:
 
     def render(self, messages: list[Message], **options: Any) -> str:
         try:
-            return str(self.apply(messages, tokenize=False, **options))
+            with _memory_limit(MAX_BYTES):
+                text = str(self.apply(messages, tokenize=False, **options))
+            if len(text) > MAX_CHARACTERS + 8 * len(json.dumps([messages, self.tools])):
+                raise ValueError(f"it makes {len(text):,} characters")
         except Exception as error:  # raise_exception() of templates, and whatever else goes wrong in one
-            words = " ".join(str(error).split())
+            words = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.place} is refused by the chat template ({words}): {self.way_out}") from error
+        return text
 
     def render_turns(self, messages: list[Message]) -> str:
         """Render without what follows at the end: the generation prompt, or the end of a conversation (Phi-3)."""
@@ -475,7 +513,8 @@ class _Template:
 
     def _begun(self, words: str) -> int:
         """Return how many characters at the end of ``words`` may be those of a mark that goes on."""
-        return next((size for size in range(len(words), 0, -1) if self._opens_mark(words[-size:])), 0)
+        longest = min(len(words), max(map(len, self.marks), default=0))
+        return next((size for size in range(longest, 0, -1) if self._opens_mark(words[-size:])), 0)
 
     def _opens_mark(self, words: str) -> bool:
         return any(mark.startswith(words) and mark != words for mark in self.marks)

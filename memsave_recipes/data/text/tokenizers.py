@@ -12,6 +12,7 @@ A long document is tokenized in chunks, because the encoding of a text takes man
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -214,6 +215,8 @@ def _last_alone(mark: str, text: str, start: int, stop: int) -> int | None:
 
 BOUNDARY = "<|boundary|>"
 TRAINING_BYTES = 64 * 1024**2  # more text changes the merges little and takes long
+LONG_WORD = re.compile(r"\w{1000,}|[^\w\s]{1000,}")  # for which training takes time by its square: base64, say
+LONG_WORD_CHARACTERS = 100
 
 
 def load_tokenizer(
@@ -260,17 +263,23 @@ def load_text_tokenizer(
     model_type: str | None = None,
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
+    splits_special_tokens: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer ``tokenizer_name``, or train one on ``texts``, with the special tokens of a classifier.
 
     The trained one puts a token before, between and after texts: encoders classify by the state of the first token,
-    decoders by that of the last. Raises ``InputError`` where it has neither a padding nor an end-of-text token.
+    decoders by that of the last. With ``splits_special_tokens``, those that are spelt out in a text are words, since an
+    encoder-decoder counts end tokens. Raises ``InputError`` where it has neither a padding nor an end-of-text token.
     """
     if tokenizer_name is None:
         # The boundary is one more token.
-        trained = load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1, model_type=model_type)
-        return _with_boundaries(trained)
-    tokenizer = load_tokenizer(tokenizer_name, [], trust_remote_code=trust_remote_code, flag=flag)
+        tokenizer = _with_boundaries(
+            load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1, model_type=model_type)
+        )
+    else:
+        tokenizer = load_tokenizer(tokenizer_name, [], trust_remote_code=trust_remote_code, flag=flag)
+    if splits_special_tokens:
+        tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = True  # the latter is saved
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise InputError(f"{flag} {tokenizer_name} has no token to pad with: add a pad_token to it")
@@ -369,8 +378,25 @@ def check_length(
         raise InputError(f"--max_length {max_length} is more than the {longest} tokens that the model takes: lower it")
 
 
-def check_inputs(model: PreTrainedModel, texts: TokenizedText) -> None:
-    """Raise ``InputError`` where the tokenizer has made something that ``model`` does not take."""
+def check_inputs(model: PreTrainedModel, texts: TokenizedText, *others: TokenizedText) -> None:
+    """Raise ``InputError`` where the tokenizer has made something that ``model`` does not take.
+
+    An encoder-decoder classifies by the last end token, and a micro-batch needs as many of them in each row.
+    """
+    end = getattr(model.config, "eos_token_id", None) if model.config.is_encoder_decoder else None
+    counts = [tokens.count(end) for split in (texts, *others) for tokens in split.rows["input_ids"][:]]
+    for number in (
+        at for at, count in enumerate(counts, start=1) if end is not None and (not count or count != counts[0])
+    ):
+        split, place = ("training", number) if number <= len(texts) else ("held-out", number - len(texts))
+        raise InputError(
+            f"the {split} text {place} has {counts[number - 1]} end tokens (number {end}), the first one {counts[0]}, "
+            f"and {type(model).__name__} needs as many in each, and one at least: give the model's own --tokenizer_name"
+        )
+    if end is not None and texts.tokenizer.pad_token_id == end:
+        raise InputError(
+            f"the tokenizer pads with the end token, by which {type(model).__name__} classifies: add a pad_token to it"
+        )
     made = set(texts.rows.column_names) - {"label"}
     if unknown := made - set(inspect.signature(model.forward).parameters):
         raise InputError(
@@ -425,8 +451,13 @@ def _trained(texts: tuple[str, ...], vocab_size: int, untrained: str, version: s
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty() and sum(map(len, texts)) > LONG_BYTES,
     )
-    tokenizer.train_from_iterator((chunk for text in texts for chunk in chunks_of(text, CHUNK_CHARACTERS)), trainer)
+    chunks = (LONG_WORD.sub(_in_parts, chunk) for text in texts for chunk in chunks_of(text, CHUNK_CHARACTERS))
+    tokenizer.train_from_iterator(chunks, trainer)
     yield {"tokenizer": tokenizer.to_str()}
+
+
+def _in_parts(word: re.Match[str]) -> str:
+    return " ".join(word[0][at : at + LONG_WORD_CHARACTERS] for at in range(0, len(word[0]), LONG_WORD_CHARACTERS))
 
 
 def _with_boundaries(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -1,11 +1,13 @@
 """A folder of images: its splits, its class folders and the files in them, each checked by name before one is read.
 
 docs/data.md has the layout. Files next to class folders are not read, and a class folder without images is no class.
+In class folders, files with other endings than those of images are counted.
 Links to images and to class folders are followed, links to folders inside of a class folder are refused. Images come by
 class, then by path, whatever order the file system has.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +15,21 @@ from pathlib import Path
 import datasets
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.sources import SPLIT_NAMES, Splits, choose_splits, first_of, generated, progress_bars
-from memsave_recipes.errors import InputError, is_text
+from memsave_recipes.data.sources import (
+    SPLIT_NAMES,
+    Splits,
+    choose_splits,
+    first_of,
+    generated,
+    of_left_out,
+    progress_bars,
+)
+from memsave_recipes.errors import InputError, is_text, packages_of
 
-ENDINGS = frozenset(ImageFolder.EXTENSIONS)
+with packages_of("vision", "images"):
+    from PIL import Image
+
+ENDINGS = frozenset(ImageFolder.EXTENSIONS) | ({".avif", ".avifs"} & Image.registered_extensions().keys())
 LEFT_BEHIND = ("__MACOSX", "@eaDir")
 """Folders of archives made on macOS, and of thumbnails on Synology's disks."""
 
@@ -80,7 +93,10 @@ def file_state(path: str) -> os.stat_result:
 
 
 class ImageFiles:
-    """The images of a folder: absolute ``paths`` by split and class, and ``lost_links``, which lead nowhere."""
+    """The images of a folder: absolute ``paths`` by split and class; ``lost_links``, which lead nowhere.
+
+    ``left_out`` counts the endings of other files in class folders.
+    """
 
     def __init__(self, data_dir: str, nested_classes: bool) -> None:
         self.data_dir = data_dir
@@ -88,11 +104,17 @@ class ImageFiles:
         self.nested_classes = nested_classes
         self.paths: dict[str, dict[str, list[str]]] = {}
         self.lost_links: list[str] = []
+        self.left_out: Counter[str] = Counter()
 
     @property
     def label_names(self) -> list[str]:
         """The classes of all splits."""
         return sorted({name for classes in self.paths.values() for name in classes})
+
+    @property
+    def notes(self) -> list[str]:
+        """A line on the files that are left out, if there are any."""
+        return of_left_out(sum(len(found) for split in self.paths.values() for found in split.values()), self.left_out)
 
     def splits(self) -> Iterator[tuple[str, str]]:
         """Yield each split with the name of its folder; a flat folder is ``train``."""
@@ -124,8 +146,10 @@ class ImageFiles:
                     f"{self._name_of(entry)} describes images in a way of its own, and their class is the name of "
                     "their folder: move it away"
                 )
-            elif Path(entry.name).suffix.lower() in ENDINGS and entry.is_file():
+            elif entry.is_file() and (ending := Path(entry.name).suffix.lower()) in ENDINGS:
                 yield entry.path
+            elif entry.is_file():
+                self.left_out[ending] += 1
 
     def _entries(self, folder: str) -> Iterator["os.DirEntry[str]"]:
         for entry in _visible(folder):

@@ -123,6 +123,7 @@ class ImageSplits:
         num_listed: images that agree with ``SHA256SUMS``.
         grey_bits: of the values in grey images of 16 bits; ``None`` where there are none.
         held_out_by: the flags that hold out validation images; ``None`` where the source has a validation split.
+        left_out: lines on files that are no images by their names.
     """
 
     train: ImageDataset
@@ -132,6 +133,7 @@ class ImageSplits:
     grey_bits: int | None
     broken: tuple[str, ...]
     held_out_by: str | None
+    left_out: Sequence[str]
     fingerprint: Fingerprint
 
     @property
@@ -149,6 +151,7 @@ class ImageSplits:
         lines = [f"{sizes}; {classes}"]
         if self.held_out_by:
             lines.append(f"note: without a validation split, a part of each class is held out by {self.held_out_by}")
+        lines += [f"note: {line}" for line in self.left_out]
         if self.num_listed:
             lines.append(f"note: {self.num_listed:,} images are what {LIST} says")
         if self.grey_bits is not None:
@@ -180,7 +183,7 @@ def load_images(
     Raises:
         InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
     """
-    splits, lost_links = read_images(flags)
+    splits, lost_links, left_out = read_images(flags)
     if model_labels is not None:
         splits = {split: _labelled_as(rows, model_labels, flags.source) for split, rows in splits.items()}
     listed = check_against_list(splits, flags.data_dir) if flags.data_dir else {}
@@ -221,21 +224,25 @@ def load_images(
         grey_bits=grey_bits,
         broken=(*lost_links, *broken),
         held_out_by=held_out_by,
+        left_out=left_out,
         fingerprint=fingerprint_of_images(splits, flags.data_dir, listed),
     )
 
 
-def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
-    """Read ``train`` and, where the source has one, ``validation``; and the links of a folder that lead nowhere.
+def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str], list[str]]:
+    """Read ``train`` and, where the source has one, ``validation``.
+
+    Also returns the links of a folder that lead nowhere, and lines on files that are left out.
 
     Raises:
         InputError: as ``find_images``; a source, a split, a column or images missing; one class; unknown classes; or
             ``--validation_fraction`` where there is a validation split.
     """
     lost_links: list[str] = []
+    left_out: list[str] = []
     if flags.data_dir:
         files = _find(flags, flags.data_dir)
-        splits, lost_links = read_folder(files, flags.source), files.lost_links
+        splits, lost_links, left_out = read_folder(files, flags.source), files.lost_links, files.notes
     elif flags.dataset == "digits":
         splits = _read_digits()
     else:
@@ -248,7 +255,7 @@ def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
     if isinstance(splits["train"].features["label"], datasets.List):
         splits = _with_classes_of_words(splits, flags.source)
     check_labels(splits, flags.source)
-    return splits, lost_links
+    return splits, lost_links, left_out
 
 
 def count_classes(flags: ImageDataArguments) -> int | None:
