@@ -44,13 +44,14 @@ class PredictArguments:
 
     Attributes:
         top_k: classes of each input, the most probable first.
+        text_column: in a ``.jsonl``; by default ``text``, but a conversation comes before it, as in training.
         chat: whether a prompt is a message; by default where the tokenizer has a chat template.
     """
 
     batch_size: int = 8
     top_k: int = 5
     max_new_tokens: int = 60
-    text_column: str = "text"
+    text_column: str | None = None
     text_pair_column: str | None = None
     chat: bool | None = None
 
@@ -142,7 +143,7 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
     found = content if isinstance(content, dict) else {}
     if flags.text_column not in found and is_conversation(found):
         return _without_reply(read_conversation(found, row), row)
-    columns = [flags.text_column, *([flags.text_pair_column] if flags.text_pair_column else [])]
+    columns = [flags.text_column or "text", *([flags.text_pair_column] if flags.text_pair_column else [])]
     for column in columns:
         if not isinstance(found.get(column), str):
             raise InputError(f"{row} has no text {column!r}: name it with --text_column or --text_pair_column")

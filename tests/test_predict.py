@@ -217,12 +217,13 @@ def test_conversations_come_in_the_formats_of_the_recipe(prompts, tmp_path, caps
         {"messages": json.dumps([asked, reply])},  # what was trained on: the reply is predicted
         {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
         {"prompt": [asked], "completion": [reply]},
+        {"messages": [asked], "text": "three"},
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, *others = rows_of(capsys, prompts, path, "--max_new_tokens", "5")
     assert first["input"] == "one"
-    assert others == [first] * 3
+    assert others == [first] * 4
     path.write_text(json.dumps({"messages": [reply]}) + "\n")
     assert "row 1 has nothing to reply to" in refusal_of(capsys, prompts, path)
     path.write_text(json.dumps({"messages": [asked], "tools": [{"name": "f"}], "images": ["a.png"]}) + "\n")

@@ -175,7 +175,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top_k", type=int, default=5, metavar="K", help="most probable classes; default: 5")
     parser.add_argument("--max_new_tokens", type=int, default=60, metavar="N", help="of a continuation; default: 60")
-    parser.add_argument("--text_column", default="text", metavar="NAME", help="in a .jsonl; default: text")
+    parser.add_argument("--text_column", metavar="NAME", help="in a .jsonl; default: text")
     parser.add_argument("--text_pair_column", metavar="NAME", help="of the second text, in a .jsonl of pairs")
     parser.add_argument("--no_chat", action="store_true", help="continue prompts as text, not as a user's messages")
     parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="inputs of a forward; default: 8")

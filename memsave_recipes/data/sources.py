@@ -165,7 +165,7 @@ def _parsed(content: bytes, place: str) -> Any:
 
 
 def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
-    limit = csv.field_size_limit(sys.maxsize)  # a document may be longer than 128 KiB
+    limit, read = csv.field_size_limit(sys.maxsize), 0  # a document may be longer than 128 KiB
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -173,6 +173,7 @@ def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
             columns = [name or f"Unnamed: {at}" for at, name in enumerate(header)]  # as pandas names them
             if twice := {name for name in columns if columns.count(name) > 1}:
                 raise InputError(f"{source} has the column {join_names(twice)} twice in its header: rename one")
+            read = reader.line_num
             for number, values in enumerate(filter(None, reader), start=1):
                 if len(values) > len(columns):
                     rule = "put double quotes around a text with a comma, and no comma at the end"
@@ -180,10 +181,11 @@ def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
                 if values == header:
                     raise InputError(f"row {number} of {source} is the header once more: remove it")
                 yield number, dict(zip_longest(columns, values))
+                read = reader.line_num
     except UnicodeDecodeError as error:
         raise not_utf_8(source, error) from error
     except csv.Error as error:
-        raise InputError(f"{source} is no CSV after line {reader.line_num} ({error}): check the quotes") from error
+        raise InputError(f"{source} is no CSV after line {read} ({error}): check the quotes") from error
     finally:
         csv.field_size_limit(limit)
 

@@ -373,7 +373,7 @@ BROKEN_FILES = {
     "header twice.csv": ("text,label\na,x\ntext,label\nb,y\n", "row 2 of {} is the header once more: remove it"),
     "name twice.csv": ("text,label,text\na,x,b\n", "has the column text twice in its header"),
     "open quote.csv": ('text,label\na,x\n"b,y\nc,x\n', "is no CSV after line"),
-    "quote inside.csv": ('text,label\na,x\n"b" c,y\n', "is no CSV after line 3"),
+    "quote inside.csv": ('text,label\na,x\n"b" c,y\n', "is no CSV after line 2"),
     "swallows.csv": ('text,label\na,x\n"b,y\nc,x\nd",y\ne,y\n', "{}: row 2 has whole rows in its column text"),
     "swallows one.csv": ('text,label\na,x\n"b,x\nd",y\n', "{}: row 2 has whole rows in its column text"),
     "labels first.csv": ('label,text\nx,a\ny,"b\nx,c\ny,d"\n', "{}: row 2 has whole rows in its column text"),
