@@ -162,6 +162,7 @@ BAD = {
     ),
     "a part of a turn": (turns(USER, {**REPLY, "train_detail": [{"end": 1}]}), "message 2 has train_detail, which is"),
     "a mark and its opposite": (turns(USER, {**REPLY, "loss": 1, "masked": True}), "message 2 is to count by one"),
+    "a mark of either kind": ({**turns(USER, REPLY), "mask": [0, 1]}, "row 2 has mask, which may mean either"),
     "too few marks": ({**turns(USER, REPLY, USER), "loss_mask": [1, 0]}, "2 values of loss_mask for 3 messages"),
     "a row that is not to be learned": ({**turns(USER, REPLY), "train": False}, "row 2 has no turn .* that counts"),
     "two system messages": ({**turns(SYSTEM, USER, REPLY), "system": "Else."}, "row 2 begins with another system"),

@@ -243,6 +243,7 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "numbers of NumPy": ("csv", ["[0 1]", "[1]"], ["[1]"], "row 1 has the label [0 1], and labels are lists"),
     "a list in no form": ("csv", ["[a; b]", "[a]"], ["[a]"], "row 1 has the label [a; b], and labels are lists"),
     "a tuple": ("csv", ["\"('a', 'b')\"", "a"], ["a"], "row 1 has the label ('a', 'b'), and labels are lists"),
+    "a set": ("csv", ["\"{'a', 'b', 'c'}\"", "a"], ["a"], ", and labels are lists"),
     "an object in a CSV": ("csv", ['"{""a"": 1}"', "a"], ["a"], 'row 1 has the label {"a": 1}, and labels are lists'),
     "words, then a list": ("csv", ["a", "['b']"], ["a"], "row 2 has the label ['b'], and labels are words"),
     "a list, then words": ("csv", ["['b']", "a"], ["['b']"], "row 2 has the label a, and labels are lists"),

@@ -59,7 +59,8 @@ SYSTEM = ("system", "system_prompt", "system_message")  # columns beside the tur
 # What others call a mark of the turns that count in the loss (also a list of them, beside the turns), and its opposite.
 COUNTS = ("loss", "loss_mask", "loss_weight", "loss_scale", "weight", "train", "training", "trainable", "learn")
 COUNTS_NOT = ("masked", "ignore", "no_loss")
-MARKS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+WORDS = {"true": True, "false": False}
+MARKS = WORDS | {"1": True, "1.0": True, "0": False, "0.0": False}
 KWARGS = "chat_template_kwargs"
 OPTIONS = ("enable_thinking", "reasoning_effort")  # of templates, as columns
 LIST = re.compile(r'\[\s*\{\s*"(role|content)"\s*:')  # the beginning of messages as JSON text
@@ -216,6 +217,8 @@ def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None)
         )
     for key in filter(row.get, NOT_TEXT):
         raise InputError(f"{place} has {key}, and only texts are trained on: remove the row")
+    if _is_mark_of_row(row.get("mask")):
+        raise InputError(f"{place} has mask, which may mean either: name it loss_mask (1 counts), or remove it")
     is_pair = keys == ("prompt", "completion")
     messages = _prompt_and_completion(row, place) if is_pair else _parsed(row[keys[0]], keys[0], place)
     if not isinstance(messages, list) or not messages:
@@ -263,7 +266,7 @@ def _options_of(row: dict[str, Any], place: str) -> dict[str, Any]:
     given = _parsed(row.get(KWARGS) or {}, KWARGS, place)
     if not isinstance(given, dict):
         raise InputError(f"{place}: {KWARGS} is no JSON object: correct the row")
-    columns = {key: MARKS.get(str(row[key]).lower(), row[key]) for key in OPTIONS if key in _given(row)}
+    columns = {key: WORDS.get(str(row[key]).lower(), row[key]) for key in OPTIONS if key in _given(row)}
     for key in columns.keys() & given:
         if given[key] != columns[key]:
             raise InputError(f"{place} has another {key} in {KWARGS} than in its column: keep one of them")
@@ -307,7 +310,9 @@ def _marks_of_row(row: dict[str, Any], messages: list[Message], place: str) -> l
 
 def _is_mark_of_row(value: Any) -> bool:
     """Tell a list of marks, and the mark of a whole row, from figures such as a loss."""
-    return isinstance(value, list) or str(value).lower() in MARKS or str(value).lstrip().startswith("[")
+    return (
+        (isinstance(value, list) and bool(value)) or str(value).lower() in MARKS or str(value).lstrip().startswith("[")
+    )
 
 
 def _unused_of(row: dict[str, Any], keys: tuple[str, ...]) -> set[str]:

@@ -376,7 +376,8 @@ def _literal(text: Any) -> Any:
         return read_json(text)
     with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = ast.literal_eval(text)
-        return value if repr(value) == text.strip() else None  # "['a' 'b']" of NumPy is one word to Python
+        # The list "['a' 'b']" of NumPy is one word to Python.
+        return None if isinstance(value, list) and repr(value) != text.strip() else value
     return None
 
 
