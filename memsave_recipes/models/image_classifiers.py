@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(build_densenet, name) for name in SIZES},
 }
 """Our own models: ``MODELS[name](num_classes=10)``."""
-USUAL = {
-    **{"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True},
-    **{"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD},
-}
-"""Of an image processor that names no class."""
-UNUSUAL = ("rescale_offset", "include_top", "do_flip_channel_order")
-PLAIN = {"image_mean": 0.0, "image_std": 1.0}
 PROCESSOR_TYPES = {"image_processor_type", "feature_extractor_type", "auto_map"}
 GREY_BITS = "grey_bits"  # our own entry of image processors: bits of the values in 16-bit grey images in training
 
@@ -187,68 +179,50 @@ def normalization(flags: ImageModelArguments) -> dict[str, Any]:
 
     They are ImageNet's where it says nothing. Raises ``InputError`` where its image processor does more than that.
     """
-    name, expected = flags.model_name_or_path, image_processor_config(flags.model_name_or_path)
-    if name is None or not expected:
+    name, entries = flags.model_name_or_path, image_processor_config(flags.model_name_or_path)
+    if name is None or not entries:
         return {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-    return _normalization(name, flags.trust_remote_code, json.dumps(expected))
+    return _normalization(name, flags.trust_remote_code, json.dumps(entries))
 
 
 @cache
 def _normalization(name: str, trust_remote_code: bool, entries: str) -> dict[str, Any]:
     given: dict[str, Any] = json.loads(entries)
-    said, processor = USUAL | given, None
-    source = f"--model_name_or_path {name}: its image processor"
+    usual = {"mean": ("image_mean", IMAGENET_DEFAULT_MEAN), "std": ("image_std", IMAGENET_DEFAULT_STD)}
+    said = {key: given.get(entry) or default for key, (entry, default) in usual.items()}
+    said = {key: value if isinstance(value, list) else [value] * 3 for key, value in said.items()}
     try:
         processor = open_image_processor(name, trust_remote_code=trust_remote_code)
-        said = {key: getattr(processor, key, None) for key in (*USUAL, *UNUSUAL)}
-    except LOADING_ERRORS as error:
-        if PROCESSOR_TYPES & given.keys():
-            raise InputError(f"{source} cannot be loaded ({reason(error)}): take another model") from error
-    try:
-        found = _as_mean_and_std(said)
-        if processor is not None:
-            _check_colours(processor, found)
+        made = _made_by(processor)
+        if made.keys() == said.keys() and all(
+            torch.tensor(made[key]).allclose(torch.tensor(said[key])) for key in said
+        ):
+            return said  # which is exact
     except Exception as error:  # of the processor, on whatever is wrong in its file
-        kind = type(processor).__name__
-        raise InputError(f"{source} ({kind}) cannot be followed ({first_line(error)}): take another model") from error
-    return found
+        if not PROCESSOR_TYPES & given.keys():
+            return said
+        why = reason(error)
+        raise InputError(
+            f"--model_name_or_path {name}: its image processor cannot be followed ({why}): take another model"
+        ) from error
+    return made
 
 
-def _as_mean_and_std(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what entries such as ``rescale_factor`` and ``image_mean`` are for values from 0 to 1."""
-    mean, std = (_channels(said[key]) if said["do_normalize"] else [default] * 3 for key, default in PLAIN.items())
-    if said.get("include_top"):  # EfficientNet's second division
-        std = [one * other for one, other in zip(std, _channels(said["image_std"]), strict=True)]
-    if said["do_rescale"] and said.get("rescale_offset"):  # its values from -1 to 1
-        mean = [value + 1 for value in mean]
-    scale = 255 * said["rescale_factor"] if said["do_rescale"] else 255
-    found: dict[str, Any] = {"mean": [value / scale for value in mean], "std": [value / scale for value in std]}
-    if not all(map(isfinite, [*found["mean"], *(1 / value for value in found["std"])])):
-        raise ValueError("not finite")
-    if not said.get("do_flip_channel_order"):
-        return found
-    if any(mean) or len(set(std)) > 1:
-        raise ValueError("BGR with a mean of its own")
-    return found | {"bgr": True}
-
-
-def _channels(value: Any) -> list[float]:
-    values = list(value) if isinstance(value, list | tuple) else [value] * 3
-    if len(values) != 3:
-        raise ValueError(f"{len(values)} channels")
-    return values
-
-
-def _check_colours(processor: Any, found: dict[str, Any]) -> None:
-    """Raise ``ValueError`` where an image processor makes other values of two colours."""
-    for colour in ((250, 120, 10), (30, 60, 200)):
-        image = torch.tensor(colour, dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8)
-        geometry = dict.fromkeys(("do_resize", "do_center_crop", "do_pad"), False)
-        made = processor(image.numpy(), return_tensors="pt", **geometry)["pixel_values"][0]
-        expected = (torch.tensor(colour) / 255 - torch.tensor(found["mean"])) / torch.tensor(found["std"])
-        expected = (expected.flip(0) if found.get("bgr") else expected).view(3, 1, 1).expand(3, 8, 8)
-        if made.shape != expected.shape or not torch.allclose(made.float(), expected, rtol=1e-4, atol=1e-4):
-            raise ValueError("it does something else than its entries say")
+def _made_by(processor: Any) -> dict[str, Any]:
+    """Find out by three colours what an image processor does to the values of pixels."""
+    colours = torch.tensor([[0, 0, 0], [255, 255, 255], [250, 120, 10]])
+    images = list(colours.to(torch.uint8).view(3, 3, 1, 1).expand(3, 3, 8, 8).numpy())
+    geometry = dict.fromkeys(("do_resize", "do_center_crop", "do_pad"), False)
+    made = processor(images, return_tensors="pt", **geometry)["pixel_values"].double()
+    black, white, mixed = made[..., 0, 0]
+    std = 1 / (white - black)
+    for order, more in (([0, 1, 2], {}), ([2, 1, 0], {"bgr": True})):
+        expected = (colours[2, order] / 255 + black * std) / std
+        if made.shape == (3, 3, 8, 8) and made.isfinite().all() and expected.allclose(mixed, rtol=1e-4, atol=1e-4):
+            if more and (black.any() or std.unique().numel() > 1):
+                break
+            return {"mean": (-black * std).tolist(), "std": std.tolist(), **more}
+    raise ValueError("it does not just rescale and normalise the channels, or turn RGB into BGR")
 
 
 def pretrained_grey_bits(flags: ImageModelArguments) -> int | None:

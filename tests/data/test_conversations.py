@@ -161,7 +161,7 @@ BAD = {
         "message 2 has weight 0.5, and a turn counts in the loss or",
     ),
     "a part of a turn": (turns(USER, {**REPLY, "train_detail": [{"end": 1}]}), "message 2 has train_detail, which is"),
-    "a mark and its opposite": (turns(USER, {**REPLY, "loss": 1, "masked": True}), "message 2 is to count by one"),
+    "a mark and its opposite": (turns(USER, {**REPLY, "loss": 1, "masked": True}), "message 2 counts by one"),
     "a mark of either kind": ({**turns(USER, REPLY), "mask": [0, 1]}, "row 2 has mask, which may mean either"),
     "too few marks": ({**turns(USER, REPLY, USER), "loss_mask": [1, 0]}, "2 values of loss_mask for 3 messages"),
     "a row that is not to be learned": ({**turns(USER, REPLY), "train": False}, "row 2 has no turn .* that counts"),

@@ -21,6 +21,7 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     MobileViTImageProcessorPil,
+    Pix2StructImageProcessorPil,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessorPil,
@@ -28,7 +29,7 @@ from transformers import (
 
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
-from memsave_recipes.models import load
+from memsave_recipes.models import image_classifiers, load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
 from memsave_recipes.models.pretrained import open_image_processor
 from memsave_recipes.models.saved import layout_of, save_image_classifier
@@ -143,16 +144,11 @@ def test_pixels_are_those_of_the_models_own_processor(tmp_path, case):
 @pytest.mark.parametrize(
     ("kind", "entries", "words"),
     [
-        (ViTImageProcessorPil, {"image_mean": [0.5]}, "cannot be followed (1 channels)"),
-        (ViTImageProcessorPil, {"image_std": 0.0}, "cannot be followed (float division by zero)"),
+        (ViTImageProcessorPil, {"image_mean": [0.5]}, "cannot be followed (mean must have 3 elements"),
+        (ViTImageProcessorPil, {"image_std": 0.0}, "cannot be followed (it does not just rescale and normalise"),
         (ViTImageProcessorPil, {"image_mean": "x"}, "cannot be followed ("),
-        (MobileViTImageProcessorPil, {"do_normalize": True}, "cannot be followed (BGR with a mean of its own)"),
-        (
-            MobileViTImageProcessorPil,
-            {"do_flip_channel_order": False, "do_normalize": True},
-            "cannot be followed (it does something else",
-        ),
-        (None, {"image_processor_type": "NoSuchProcessor"}, "its image processor cannot be loaded ("),
+        (Pix2StructImageProcessorPil, {}, "cannot be followed ("),
+        (None, {"image_processor_type": "NoSuchProcessor"}, "cannot be followed (Unrecognized"),
     ],
 )
 def test_a_processor_that_cannot_be_followed_is_named(tmp_path, kind, entries, words):
@@ -163,6 +159,25 @@ def test_a_processor_that_cannot_be_followed_is_named(tmp_path, kind, entries, w
     with pytest.raises(InputError, match=rf"--model_name_or_path {tmp_path}: its image processor") as caught:
         normalization(ImageModelArguments(model_name_or_path=str(tmp_path)))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda pixels: (pixels / 255) ** 2,
+        lambda pixels: pixels.flip(0) / 255 - 0.5,
+        lambda pixels: pixels.mean(0, keepdim=True).expand(3, 8, 8),
+        lambda pixels: pixels[:1],
+        lambda pixels: pixels * 0,
+    ],
+)
+def test_values_that_no_mean_and_deviation_make_are_refused(convnet, monkeypatch, function):
+    def processor(images, **_):
+        return {"pixel_values": torch.stack([function(torch.tensor(image).double()) for image in images])}
+
+    monkeypatch.setattr(image_classifiers, "open_image_processor", lambda *_, **__: processor)
+    with pytest.raises(InputError, match="cannot be followed"):
+        normalization(ImageModelArguments(model_name_or_path=str(convnet[1])))
 
 
 def test_other_classes_get_a_new_last_layer_and_a_line_says_so(convnet, caplog):

@@ -224,13 +224,14 @@ def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None)
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{place} has no messages: add some or remove the row")
     named = ("from", "value") if keys == ("conversations",) else ("role", "content")
-    places = [f"{place} message {number}" for number in range(1, len(messages) + 1)]
-    checked = [_message(message, *named, where) for message, where in zip(messages, places, strict=True)]
-    marks = [_mark(message, where) for message, where in zip(messages, places, strict=True)]
-    in_row = _marks_of_row(row, checked, place)
-    uncounted = [at for at, both in enumerate(zip(marks, in_row, strict=True)) if False in both]
+    checked = [
+        _message(message, *named, f"{place} message {number}") for number, message in enumerate(messages, start=1)
+    ]
+    assistants = [at for at, message in enumerate(checked) if message["role"] == "assistant"]
+    marks = _marks_of(row, messages, assistants, place)
+    uncounted = [at for at, mark in enumerate(marks) if mark is False]
     unused = _unused_of(row, keys) | {key for message in messages for key in _unused_of_message(message, *named)}
-    if any(one["role"] != "assistant" and True in both for one, *both in zip(checked, marks, in_row, strict=True)):
+    if any(mark and at not in assistants for at, mark in enumerate(marks)):
         unused.add("the mark to count turns that are not the assistant's")
     if system := _system_of(row, place):
         if checked[0]["role"] != "system":
@@ -273,46 +274,29 @@ def _options_of(row: dict[str, Any], place: str) -> dict[str, Any]:
     return given | columns
 
 
-def _mark(message: Any, place: str) -> bool | None:
-    """Tell whether a message is to count in the loss, as its own keys say; ``None`` where they do not."""
-    found = [key for key in (*COUNTS, *COUNTS_NOT) if key in _given(message)]
-    marks = {(key in COUNTS) == _as_mark(message[key], key, place) for key in found}
-    if len(marks) > 1:
-        raise InputError(f"{place} is to count by one of its marks and not by another: keep one")
-    return marks.pop() if marks else None
-
-
-def _as_mark(value: Any, key: str, place: str) -> bool:
-    mark = MARKS.get(str(value).lower())
-    if mark is None:
-        rule = "a turn counts in the loss or does not (true or false, 1 or 0)"
-        raise InputError(f"{place} has {key} {str(value)[:80]}, and {rule}: correct it or remove the row")
-    return mark
-
-
-def _marks_of_row(row: dict[str, Any], messages: list[Message], place: str) -> list[bool | None]:
-    """Tell of each message whether it is to count in the loss, as lists beside the messages say."""
-    assistants = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    marks: list[bool | None] = [None] * len(messages)
-    for key in (*COUNTS, *COUNTS_NOT):
-        if not _is_mark_of_row(row.get(key)):
-            continue
+def _marks_of(row: dict[str, Any], messages: list[Any], assistants: list[int], place: str) -> list[bool | None]:
+    """Tell of each message whether it is to count in the loss, as its own keys and lists beside the messages say."""
+    marks = [[(key, message[key]) for key in (*COUNTS, *COUNTS_NOT) if key in _given(message)] for message in messages]
+    for key in (key for key in (*COUNTS, *COUNTS_NOT) if _is_mark_of_row(row.get(key))):
         given = _parsed(row[key], key, place)
         given = given if isinstance(given, list) else [given] * len(assistants)
-        places = {len(messages): list(range(len(messages))), len(assistants): assistants}.get(len(given))
-        if places is None:
+        if len(given) not in (len(messages), len(assistants)):
             raise InputError(f"{place} has {len(given)} values of {key} for {len(messages)} messages: correct the row")
-        for at, value in zip(places, given, strict=True):
-            counts = (key in COUNTS) == _as_mark(value, key, place)
-            marks[at] = counts and marks[at] is not False
-    return marks
+        for at, value in zip(assistants if len(given) == len(assistants) else range(len(messages)), given, strict=True):
+            marks[at].append((key, value))
+    for number, (key, value) in ((at, mark) for at, found in enumerate(marks, start=1) for mark in found):
+        if str(value).lower() not in MARKS:
+            rule = "a turn counts in the loss or does not (true or false, 1 or 0)"
+            raise InputError(f"{place} message {number} has {key} {str(value)[:80]}, and {rule}: correct the row")
+    counts = [{MARKS[str(value).lower()] == (key in COUNTS) for key, value in found} for found in marks]
+    for number in (at for at, found in enumerate(counts, start=1) if len(found) > 1):
+        raise InputError(f"{place} message {number} counts by one of its marks and not by another: keep one")
+    return [found.pop() if found else None for found in counts]
 
 
 def _is_mark_of_row(value: Any) -> bool:
     """Tell a list of marks, and the mark of a whole row, from figures such as a loss."""
-    return (
-        (isinstance(value, list) and bool(value)) or str(value).lower() in MARKS or str(value).lstrip().startswith("[")
-    )
+    return value != [] and (isinstance(value, list) or str(value).lower() in MARKS or str(value).startswith("["))
 
 
 def _unused_of(row: dict[str, Any], keys: tuple[str, ...]) -> set[str]:
