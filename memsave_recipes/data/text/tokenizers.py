@@ -384,19 +384,17 @@ def check_inputs(model: PreTrainedModel, texts: TokenizedText, *others: Tokenize
     An encoder-decoder classifies by the last end token, and a micro-batch needs as many of them in each row.
     """
     end = getattr(model.config, "eos_token_id", None) if model.config.is_encoder_decoder else None
-    counts = [tokens.count(end) for split in (texts, *others) for tokens in split.rows["input_ids"][:]]
-    for number in (
-        at for at, count in enumerate(counts, start=1) if end is not None and (not count or count != counts[0])
-    ):
+    splits = (texts, *others) if isinstance(end, int) else ()
+    counts = [tokens.count(end) for split in splits for tokens in split.rows["input_ids"][:]]
+    for number in (at for at, count in enumerate(counts, start=1) if not count or count != counts[0]):
         split, place = ("training", number) if number <= len(texts) else ("held-out", number - len(texts))
         raise InputError(
             f"the {split} text {place} has {counts[number - 1]} end tokens (number {end}), the first one {counts[0]}, "
             f"and {type(model).__name__} needs as many in each, and one at least: give the model's own --tokenizer_name"
         )
-    if end is not None and texts.tokenizer.pad_token_id == end:
-        raise InputError(
-            f"the tokenizer pads with the end token, by which {type(model).__name__} classifies: add a pad_token to it"
-        )
+    if splits and texts.tokenizer.pad_token_id == end:
+        why = f"by which {type(model).__name__} classifies"
+        raise InputError(f"the tokenizer pads with the end token, {why}: add a pad_token to it")
     made = set(texts.rows.column_names) - {"label"}
     if unknown := made - set(inspect.signature(model.forward).parameters):
         raise InputError(

@@ -194,6 +194,7 @@ FLAGS: dict[str, dict[str, Values]] = {
             ("f/ragged.csv",),
         ),
         "validation_file": Values(("f/labelled.csv",), (None, *ODD_PATHS, "f/bytes.parquet", "f/folder.csv")),
+        "validation_fraction": real(bad=("0", "1", "1.5"), odd=("0.2",)),
         "text_column": Values(("text",), (None, "", "x", "é")),
         "text_pair_column": Values((), (None, "", "x"), ("text", "label")),
         "label_column": Values(("label",), (None, "", "x"), ("text",)),
