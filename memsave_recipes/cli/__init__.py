@@ -12,10 +12,7 @@ from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 where nobody reads on (``| head``), or as of a recipe.
-
-    That is 2 for an ``InputError``, and 4 for numbers that are not finite.
-    """
+    """Run one command; return 0, 2 for an ``InputError``, 4 if not finite, 1 where nobody reads on (``| head``)."""
     parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
         check_words(words)

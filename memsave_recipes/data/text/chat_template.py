@@ -45,7 +45,7 @@ CHATML_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MAX_BYTES, MAX_CHARACTERS = 2 * 1024**3, 2**24  # of a rendering, and of what a template adds to a conversation
+MAX_BYTES, MAX_CHARACTERS = 2 * 1024**3, 2**20  # of a rendering, and of what a template adds to a conversation
 OTHER_CONTENT = "qzxjkvqzxjkv"
 REASONING, CALLS = "reasoning_content", "tool_calls"
 THINK = ("<think>", "</think>")

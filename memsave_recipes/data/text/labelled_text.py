@@ -384,7 +384,7 @@ def _literal(text: Any) -> Any:
 def _select(table: _Table, columns: dict[str, str], problem: ProblemType, *, is_given: bool) -> _Table:
     """Select these columns, under our names, with texts or null, and a label in every row.
 
-    Where what labels are is not given, a text that looks like a list is none among words.
+    Unless it ``is_given`` what labels are, a text that looks like a list is no word.
     """
     source, rows, path = table
     if path.lower().endswith(".csv"):
@@ -396,7 +396,7 @@ def _select(table: _Table, columns: dict[str, str], problem: ProblemType, *, is_
                 f"name it by --{ours}_column"
             )
         if ours == "label":
-            rows = _with_labels(_Table(source, rows, path), theirs, problem, is_given)
+            rows = _with_labels(table, theirs, problem, is_given)
             continue
         for number in (at for at, value in enumerate(rows[theirs][:], start=1) if not isinstance(value, str | None)):
             raise InputError(
