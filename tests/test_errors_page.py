@@ -28,7 +28,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils.logging import get_logger
 
 import memsave_recipes as memsave
@@ -464,6 +471,15 @@ def test_a_data_worker_without_memory(text: str, number: int) -> None:
     with pytest.raises(RuntimeError, match=f"{text}|is killed by signal") as lost:
         next(iter(DataLoader(Killed(number), num_workers=1)))
     assert "--dataloader_num_workers" in lost_worker(lost.value).words
+
+
+@explains("<eos>")
+def test_end_tokens_that_texts_spell_out(text: str) -> None:
+    shape = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 16, "eos_token_id": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    model = BartForSequenceClassification(BartConfig(**shape, **layers))
+    with pytest.raises(ValueError, match=text):
+        model(input_ids=torch.tensor([[0, 3, 2], [0, 2, 2]]))
 
 
 @explains("empty parameter list")
