@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ def _made_by(processor: Any) -> dict[str, Any]:
     colours = torch.tensor([[0, 0, 0], [255, 255, 255], [250, 120, 10]])
     images = list(colours.to(torch.uint8).view(3, 3, 1, 1).expand(3, 3, 8, 8).numpy())
     geometry = dict.fromkeys(("do_resize", "do_center_crop", "do_pad"), False)
-    made = processor(images, return_tensors="pt", **geometry)["pixel_values"].double()
+    with warnings.catch_warnings(action="ignore"):  # of a division by zero, which is refused below
+        made = processor(images, return_tensors="pt", **geometry)["pixel_values"].double()
     black, white, mixed = made[..., 0, 0]
     std = 1 / (white - black)
     for order, more in (([0, 1, 2], {}), ([2, 1, 0], {"bgr": True})):
