@@ -359,8 +359,8 @@ class RunDifference:
 def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable:
     """Compare each run with its baseline.
 
-    That is ``baseline`` for the runs of its model. For others it is the first run of the same model and global batch
-    size with the plan ``none``, else the first of them.
+    That is ``baseline`` for the runs of its model. For others it is of the runs of the same model and global batch size
+    with the plan ``none``, or else of all of them, the first of those with the largest micro-batch.
     """
     if baseline is not None and baseline.path not in [run.path for run in runs]:
         runs = [baseline, *runs]
@@ -444,7 +444,8 @@ def _baseline_of(run: Run, runs: Sequence[Run], chosen: Run | None) -> Run:
     if chosen is not None and chosen.text("model") == run.text("model"):
         return chosen
     peers = [peer for peer in runs if _work(peer) == _work(run)]
-    return next((peer for peer in peers if peer.text("plan") == "none"), peers[0])
+    plain = [peer for peer in peers if peer.text("plan") == "none"]
+    return max(plain or peers, key=lambda peer: peer.figure("micro_batch_size") or 0)
 
 
 def _work(run: Run) -> tuple[str | None, float | None]:

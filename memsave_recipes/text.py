@@ -6,10 +6,12 @@ Names, texts and JSON of foreign files can hold anything; they pass through ``pr
 
 import json
 import logging
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from math import ceil
-from typing import Any, TextIO
+from threading import Timer
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
@@ -35,6 +37,8 @@ def say(text: str, *, kept: str | None = None, file: TextIO | None = None) -> No
 class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]  # tqdm has no types
     """A bar of tqdm that appears on stderr after five seconds, where that is a terminal; every bar is one of these.
 
+    Elsewhere a ``with`` block that takes longer says so, in one line.
+
     Args:
         shown: whether this process may show it; of several ranks, the first.
         options: of tqdm.
@@ -43,6 +47,19 @@ class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]  # tqdm has no typ
     def __init__(self, iterable: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> None:
         disable = None if shown else True  # None: where the stream is no terminal
         super().__init__(iterable, disable=disable, **{"delay": BAR_AFTER_S, "leave": False, **options})
+        line = f"{options.get('desc', 'working')} takes more than {BAR_AFTER_S} s ..."
+        self._timer = Timer(BAR_AFTER_S, say, [line], {"file": sys.stderr}) if shown and self.disable else None
+
+    def __enter__(self) -> Self:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.close()
 
 
 def printable(text: str) -> str:

@@ -51,6 +51,7 @@ from memsave_recipes.recipe import (
     run_recipe,
     summed_loss,
 )
+from memsave_recipes.step.settings import AUTO
 from memsave_recipes.training.launch import synchronize_batchnorm
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
@@ -94,8 +95,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
     saved = task.adapt(bare)
-    if not args.sync_batchnorm and args.batchnorm == "local":
-        check_image_size(bare, args.image_size, run.smallest_micro_batch(batches))
+    if task.check_samples is not None:  # the planner leaves out micro-batches that are too small
+        task.check_samples(bare, 2 if args.micro_batch_size == AUTO else batches.smallest_micro_batch)
     place(bare, run.accelerator.device, streamed=task.streamed)
 
     # With the activation plan that the flags name, or the fastest that fits the memory
@@ -154,6 +155,7 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         return batch | {"affine": torch.empty(size, 2, 3, device="meta")} if args.affine else batch
 
     options = {"problem_type": loss.problem_type}
+    checked = partial(check_image_size, args.image_size)
     return Task(
         run=args,
         optim=args,
@@ -163,6 +165,7 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         micro_batch=micro_batch,
         takes_adapters=args.architecture is None and not args.freezes,
         stream_weights=args.stream_weights == "host",
+        check_samples=checked if not args.sync_batchnorm and args.batchnorm == "local" else None,
         assumed=assumed,
     )
 

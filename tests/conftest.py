@@ -35,6 +35,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from memsave_recipes import text
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.profiling import block_costs
 from memsave_recipes.profiling.trace_events import DeviceInstruments
@@ -50,6 +51,7 @@ class TimedOnce(DeviceInstruments):
     repetitions: int = 1
 
 
+text.BAR_AFTER_S = 600  # a line that tells of slow work is not of a test on a busy machine
 TIMING = {name: getattr(block_costs, name) for name in ("DeviceInstruments", "AGREE")}
 block_costs.DeviceInstruments, block_costs.AGREE = TimedOnce, float("inf")
 

@@ -56,7 +56,7 @@ def test_what_the_flags_leave_open_is_searched(tmp_path: Path, capsys: pytest.Ca
     assert out.count("predicted peak") == 1
     assert out.rstrip().endswith(found["launch"])
     words = flags_of(found["launch"])
-    assert words[:4] == ["accelerate", "launch", "--config_file", str(ROOT / "accelerate_configs" / "single_gpu.yaml")]
+    assert words[:4] == ["accelerate", "launch", "--config_file", "accelerate_configs/single_gpu.yaml"]
     assert value(words, "--micro_batch_size") == str(chosen["micro_batch_size"])
     assert value(words, "--activation_checkpointing") == chosen["strategy"] == "none"
     assert "--memory_budget_gib" not in words
@@ -81,10 +81,10 @@ def test_what_the_flags_say_is_kept(tmp_path: Path) -> None:
     assert only["parts"]["communication"] > 0
     launched = flags_of(found["launch"])
     assert launched[2:8] == [
-        *("--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")),
+        *("--config_file", "accelerate_configs/cpu_ddp.yaml"),
         *("--num_processes", "2", "--mixed_precision", "bf16"),
     ]
-    assert launched[8:-2] == words[1:-2]
+    assert launched[8:-2] == ["recipes/image_classification.py", *words[2:-2]]
 
 
 def test_a_preset_counts_as_named(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_in_shards_is_predicted(tmp_path: Path, capsys: pytest.CaptureFix
     assert "traffic is assumed to pass at 0.01 GB/s (--interconnect)" in out
     assert "traffic of a step" in out
     assert flags_of(found["launch"])[2:6] == [
-        *("--config_file", str(ROOT / "accelerate_configs" / "multi_gpu.yaml"), "--num_processes", "4")
+        *("--config_file", "accelerate_configs/multi_gpu.yaml", "--num_processes", "4")
     ]
     assert value(flags_of(found["launch"]), "--shard") == "full"
 
@@ -334,7 +334,8 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert main(["plan", *SMALL, "--micro_batch_size", "8", "--target", "a100", "--html", str(page)]) == 0
     text = page.read_text()
-    assert "accelerate launch" in text
+    assert "<span>accelerate</span> <span>launch</span>" in text
+    assert text.index('<tr class="chosen">') < text.index("<tr>", text.index("<tbody>"))
     assert "throughput, samples/s" in text
     assert "<em>chosen</em>" in text
     assert "http" not in text.replace("http-equiv", "")
@@ -449,6 +450,33 @@ def test_only_the_device_that_is_here_is_measured(capsys: pytest.CaptureFixture[
     assert "leave out --target" in capsys.readouterr().err
     assert main(["frontier", *SMALL, "--target", "cpu", "--num_processes", "2", "--measure"]) == 2
     assert "leave out --num_processes" in capsys.readouterr().err
+
+
+def test_the_line_names_the_recipes_of_the_folder_one_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes", "--copy", str(tmp_path)]) == 0
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "language_modeling", *LANGUAGE[1:], "--target", "a100"]
+    launched = flags_of(planned(words, tmp_path)["launch"])
+    assert launched[3:5] == ["accelerate_configs/single_gpu.yaml", "recipes/language_modeling.py"]
+    assert value(launched, "--train_file") == "FILE"
+    assert "FILE stands for your texts" in capsys.readouterr().out
+    with open("recipes/language_modeling.py", "a") as copy:
+        copy.write("raise SystemExit")  # code of a folder runs where its path is typed
+    named = planned([*words, "--dataset", "python-stdlib"], tmp_path)
+    assert "from which recipes/language_modeling.py differs" in capsys.readouterr().out
+    assert "--train_file" not in named["launch"]
+
+
+def test_sizes_that_leave_a_micro_batch_of_one_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 9 images 2 x 5 and 8 + 1 leave one, and BatchNorm trains no pixel alone."""
+    dense = [IMAGES, "--model", "densenet_small", "--image_size", "16", "--global_batch_size", "9", "--target", "a100"]
+    found = planned(["plan", *dense, "--activation_checkpointing", "none"], tmp_path)
+    assert {one["micro_batch_size"] for one in found["candidates"]} == {3, 5, 9}
+    assert main(["plan", *dense, "--micro_batch_size", "4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "in a last micro-batch of one" in line
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 import termios
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -57,6 +58,16 @@ def test_of_several_ranks_one_shows_it(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         run_through_a_bar(shown=False, delay=0)
         assert read() == ""
+
+
+@pytest.mark.parametrize(("after_s", "shown"), [(0.01, True), (5, True), (0.01, False)])
+def test_elsewhere_a_line_tells_of_slow_work(monkeypatch, after_s, shown):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(text, "BAR_AFTER_S", after_s)
+    with ProgressBar(desc="planning", shown=shown):
+        time.sleep(0.3)
+    assert stream.getvalue() == ("planning takes more than 0.01 s ...\n" if after_s < 1 and shown else "")
 
 
 def test_another_stream_has_none(monkeypatch):

@@ -99,8 +99,9 @@ class _Page:
     def add(self, rung: Rung, write: Callable[[str], object]) -> None:
         if self.prints_table and not self.rungs:
             write(f"{self.word}, {self.subject.recipe}, for {self.request_of(rung).place}\n\n{heading()}")
+        is_new = _figures(rung) not in map(_figures, self.rungs)
         self.rungs.append(rung)
-        if self.prints_table:
+        if self.prints_table and is_new:
             write(row(rung, self.rungs[0]))
 
     def end(self, *, is_complete: bool) -> None:
@@ -154,6 +155,12 @@ class _Page:
             "relative_time": candidate.step_s / self.rungs[0].candidate.step_s,
             "launch": self.launch_line(rung) if candidate.fits else None,
         }
+
+
+def _figures(rung: Rung) -> tuple[Any, ...]:
+    """Return what a row shows of a rung beside its name."""
+    one = rung.candidate
+    return rung.num_processes, rung.changes, one.layout, one.loss, one.strategy, one.needed_bytes, one.step_s
 
 
 def _open_page(arguments: argparse.Namespace) -> _Page:

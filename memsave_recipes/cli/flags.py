@@ -40,6 +40,20 @@ def recipe_path(word: str) -> Path:
     return ours if path.name == word and not path.exists() and ours.is_file() else path
 
 
+def recipe_at_hand(path: Path) -> Path:
+    """Return the copy of one of our recipes in ``recipes/`` of the current folder; else ``path``."""
+    copy = Path("recipes") / path.name
+    return copy if path.parent == recipes_folder() and copy.is_file() else path
+
+
+def other_recipe(path: Path) -> list[str]:
+    """Return a line where that copy is another than the recipe that is planned: only a path runs code of a folder."""
+    copy = recipe_at_hand(path)
+    if copy == path or copy.read_bytes() == path.read_bytes():
+        return []
+    return [f"planned with {path}, from which {copy} differs: memsave plan {copy} plans with that"]
+
+
 def add_recipes(parser: argparse.ArgumentParser) -> None:
     """Declare the flag of ``memsave recipes``."""
     parser.add_argument("--copy", type=Path, metavar="DIR", help="copies of recipes/ and accelerate_configs/ in DIR")

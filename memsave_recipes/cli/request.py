@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsave_recipes.cli.flags import CONFIGS
+from memsave_recipes.cli.flags import CONFIGS, other_recipe, recipe_at_hand, recipes_folder
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.targets import Target, target_of
 from memsave_recipes.planner.budget import usable_bytes
 from memsave_recipes.planner.savings import budget_too_small
-from memsave_recipes.planner.search import Candidate, Choice, open_layouts
+from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import (
     FrontierPoint,
     Launch,
     Task,
     choose_for_target,
     fake_planned_model,
+    layouts_of,
     read_task,
     run_points,
     shard_groups,
@@ -55,6 +56,7 @@ EXCHANGES = (
 )
 TO_HOST = "a device's link to its host; --interconnect names another rate"
 COPIES = "that of copies on this CPU; --interconnect names another rate"
+NO_TEXTS = "FILE stands for your texts: without --train_file the run trains on texts that are built in"
 MAX_GB_PER_S = 1e6
 SHARED = "sequence_parallel"
 FORMAT_VERSION = 1
@@ -84,6 +86,11 @@ class PlanRequest:
         return int(self.budget_gib * GIB)
 
     @property
+    def has_no_texts(self) -> bool:
+        """Whether the flags of a recipe for texts leave them out."""
+        return hasattr(self.task.run, "train_file") and not {"train_file", "dataset"} & self.named.keys()
+
+    @property
     def title(self) -> str:
         """``vgg16, image_classification``: the model and the recipe."""
         names = (self.named.get(flag) for flag in ("model", "model_name_or_path", "model_type"))
@@ -106,6 +113,8 @@ class PlanRequest:
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
             *self._remarks_on_ranks(),
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
+            *([NO_TEXTS] if self.has_no_texts else []),
+            *other_recipe(self.recipe),
             *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, no_figure]),
         ]
 
@@ -199,7 +208,7 @@ def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None
 def choose(request: PlanRequest, **options: Any) -> Choice:
     """Choose with a progress bar; ``options`` are those of ``choose_for_target``."""
     task, launch = request.task, request.launch
-    total = len(open_layouts(task.run, task.optim, launch.num_processes)) * len(task.losses)
+    total = len(layouts_of(task, launch.num_processes)) * len(task.losses)
     with ProgressBar(desc="planning", total=total, unit="size") as bar:
 
         def on_size(layout: BatchLayout) -> None:
@@ -244,8 +253,9 @@ def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None 
         words += ["--num_processes", str(request.launch.num_processes)]
     if request.launch.mixed_precision != "no":
         words += ["--mixed_precision", request.launch.mixed_precision]
-    words += [str(request.recipe), *without(request.flags, decided)]
+    words += [str(recipe_at_hand(request.recipe)), *without(request.flags, decided)]
     words += [word for name, value in decided.items() for word in (f"--{name}", value)]
+    words += ["--train_file", "FILE"] if request.has_no_texts else []
     if "output_dir" not in request.named:
         words += ["--output_dir", f"out/{request.recipe.stem}"]
     return " ".join(map(_quoted, words))
@@ -270,14 +280,14 @@ def _as_bytes(letter: str) -> str:
 
 
 def _config_file(request: PlanRequest) -> Path:
-    """Return the launch file, next to the folder of the recipe or, for a recipe of others, in the current folder."""
+    """Return the launch file: next to the folder of the recipe, else in the current folder, else that of ours."""
     several = request.launch.num_processes > 1
     if request.launch.target.device_type == "cpu":
         name = "cpu_ddp.yaml" if several else "cpu.yaml"
     else:
         name = "multi_gpu.yaml" if several else "single_gpu.yaml"
-    configs = request.recipe.parent.parent / CONFIGS
-    return (configs if configs.is_dir() else Path(CONFIGS)) / name
+    folders = (recipe_at_hand(request.recipe).parent.parent, Path(), recipes_folder().parent)
+    return next((folder for folder in folders if (folder / CONFIGS).is_dir()), Path()) / CONFIGS / name
 
 
 def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:

@@ -23,7 +23,9 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_folders(parser)
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="W&B project whose runs are compared, too")
-    parser.add_argument("--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none, the largest micro-batch"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and charts")
     parser.add_argument("--png", type=Path, metavar="FILE", help="file for the charts")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="file for all figures as numbers")

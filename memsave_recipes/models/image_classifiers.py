@@ -142,7 +142,7 @@ def build_image_classifier(
         elif with_weights and flags.weights is not None:
             load_weights(model, flags.weights)
         model = model.to(dtype)
-    check_image_size(model, image_size)
+    check_image_size(image_size, model)
     return model.to(memory_format=torch.channels_last) if flags.channels_last else model  # type: ignore[call-overload]
 
 
@@ -150,7 +150,7 @@ def train_part_of_images(model: nn.Module, flags: ClassifierTrainingArguments, i
     """Freeze and adapt ``model`` as ``train_part`` does; one that asks its layers what adapters lack is refused."""
     adapted = train_part(model, flags, task_type=None)
     try:
-        check_image_size(model, image_size)
+        check_image_size(image_size, model)
     except AttributeError as error:  # MobileNet pads by the stride of its convolutions
         raise InputError(
             f"--lora: {type(model).__name__} reads what peft's layers lack ({first_line(error)}): take "
@@ -263,7 +263,7 @@ def _side(size: Any) -> int | None:
     return side if isinstance(side, int) and side > 0 else None
 
 
-def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> None:
+def check_image_size(image_size: int, model: nn.Module, num_images: int = 2) -> None:
     """Raise ``InputError`` where a batch (num_images, 3, image_size, image_size) shrinks to nothing in ``model``.
 
     One that shrinks to a single pixel cannot be trained alone where there is BatchNorm: a value has no deviation.

@@ -29,8 +29,8 @@ from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuration
 from memsave_recipes.models.saved import KINDS
 from memsave_recipes.planner.ahead import ahead
-from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
-from memsave_recipes.planner.task import Estimates, Launch, Task, shard_groups, space_of
+from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace
+from memsave_recipes.planner.task import Estimates, Launch, Task, layouts_of, shard_groups, space_of
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
@@ -241,10 +241,10 @@ class Setting:
     like: "Setting | None" = None
     _plain: dict[tuple[int, str | None], list[Candidate]] = field(default_factory=dict, init=False)
 
-    @property
+    @cached_property
     def layouts(self) -> list[BatchLayout]:
-        """The layouts of ``open_layouts``."""
-        return open_layouts(self.task.run, self.task.optim, self.launch.num_processes)
+        """The layouts to search."""
+        return layouts_of(self.task, self.launch.num_processes)
 
     def plain(self, loss: str | None) -> Candidate:
         """Search without checkpointing for the largest micro-batch that fits, or the smallest."""

@@ -59,6 +59,7 @@ class Task:
         micro_batch: a micro-batch of so many samples with the largest shapes of the data; its values are not read.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
         stream_weights: whether weights of layers wait on the host.
+        check_samples: raises ``InputError`` where the model, on ``meta``, does not train on so many samples at once.
         losses: the values of ``--loss`` to compare; ``(None,)`` for a recipe with one loss.
         assumed: assumptions made in place of data, for people.
     """
@@ -72,6 +73,7 @@ class Task:
     micro_batch: Callable[[int], Batch]
     takes_adapters: bool = False
     stream_weights: bool = False
+    check_samples: Callable[[nn.Module, int], None] | None = None
     losses: tuple[str | None, ...] = (None,)
     assumed: tuple[str, ...] = ()
 
@@ -88,6 +90,49 @@ class Task:
         self.adapt(model)
         self.run.convert(model)
         return model
+
+
+def layouts_of(
+    task: Task, num_processes: int, smallest: Callable[[BatchLayout], int] | None = None
+) -> list[BatchLayout]:
+    """Return ``open_layouts`` without those that leave a micro-batch of fewer samples than the model trains on.
+
+    Args:
+        smallest: the fewest samples of a forward of the run in a layout; by default those of a full step.
+
+    Raises:
+        InputError: none is left.
+    """
+    found: list[BatchLayout] = []
+    refusals: dict[int, InputError | None] = {}
+    for layout in open_layouts(task.run, task.optim, num_processes):
+        num_samples = min(2, (smallest or _smallest)(layout))  # one may be too few, and two never are
+        if num_samples not in refusals:
+            refusals[num_samples] = _refusal(task, num_samples)
+        found += [layout] if refusals[num_samples] is None else []
+    for refusal in filter(None, refusals.values()) if not found else ():
+        raise refusal
+    return found
+
+
+def check_samples(task: Task, num_samples: int) -> None:
+    """Raise ``InputError`` where the model does not train on so many samples at once."""
+    if task.check_samples is not None:
+        with torch.device("meta"):
+            task.check_samples(task.build_model(), num_samples)
+
+
+def _refusal(task: Task, num_samples: int) -> InputError | None:
+    try:
+        check_samples(task, num_samples)
+    except InputError as error:
+        return error
+    return None
+
+
+def _smallest(layout: BatchLayout) -> int:
+    ranks = layout.micro_batches(layout.global_batch_size)
+    return min(max(1, len(micro_batch)) for rank in ranks for micro_batch in rank)
 
 
 def fake_planned_model(task: Task, target: Target) -> nn.Module:
@@ -250,7 +295,7 @@ def choose_for_target(
         micro_batch_size=space.micro_batch_size,
     )
 
-    layouts = open_layouts(task.run, task.optim, launch.num_processes)
+    layouts = layouts_of(task, launch.num_processes)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
         return (candidates(space, estimates.of(layout, loss, plans_of), layout, loss) for layout in layouts)

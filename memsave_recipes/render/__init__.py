@@ -12,7 +12,7 @@ from rich.text import Text
 
 from memsave_recipes.text import printable, printable_lines, say
 
-FALLBACK_COLUMNS = 120
+ANY_COLUMNS = 10_000  # where no terminal says how wide it is: no cell is cut
 HEADINGS = {"generated_text": ("generated text",), "value": ("value",)}
 ON_THE_RIGHT = {"probability", "value"}
 BLANKS = re.compile(" +$", re.MULTILINE)
@@ -21,7 +21,7 @@ BLANKS = re.compile(" +$", re.MULTILINE)
 
 def show_all(*parts: Table | Text | str) -> None:
     """Print tables and sentences, as wide as the terminal; long sentences are left to it, to be copied whole."""
-    console = Console(width=shutil.get_terminal_size(fallback=(FALLBACK_COLUMNS, 24)).columns)
+    console = Console(width=shutil.get_terminal_size(fallback=(ANY_COLUMNS, 24)).columns)
     with console.capture() as captured:
         for part in parts:
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))

@@ -105,14 +105,18 @@ def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     unit, size = _unit(rows)
     for front in pareto_fronts(rows):
         draw_front(axes, front, size)
+    peaks = [row.position[0] / size for row in rows if row.position]
+    middle = (min(peaks) + max(peaks)) / 2
     for index, row in enumerate(rows):
         if row.position is None:
             continue
         place = row.position[0] / size, row.position[1]
         color = f"C{index % NUM_COLORS}"
         axes.scatter(*place, s=60, edgecolors=color, facecolors=color if row.is_pareto_optimal else "none", zorder=2)
-        label = _shortened(row.plan or row.name) if len(rows) <= MAX_ROWS else f"{index + 1}"
-        axes.annotate(label, place, xytext=(6, 5), textcoords="offset points", fontsize=9)
+        on_the_left = place[0] > middle
+        label = _shortened(row.name) if len(rows) <= MAX_ROWS else f"{index + 1}"
+        side = {"xytext": (-6, 5), "ha": "right"} if on_the_left else {"xytext": (6, 5)}
+        axes.annotate(label, place, textcoords="offset points", fontsize=9, **side)
     axes.set(title=f"{_shortened(row.model or 'unknown model')}: filled is Pareto-optimal")
     axes.set(xlabel=f"peak memory, {unit}", ylabel="throughput, samples/s")
     axes.margins(0.12)
@@ -127,7 +131,8 @@ def _draw_bars(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         if any(widths):
             axes.barh(_numbered_names(rows), widths, left=ends, label=spaced(part), color=color)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axes.set_ylim(max(len(rows), MIN_BARS) - 0.5, -0.5)
+    beside = max(MIN_BARS - len(rows), 0) / 2
+    axes.set_ylim(len(rows) - 0.5 + beside, -0.5 - beside)
     axes.set(title="peak memory by kind", xlabel=f"peak memory, {unit}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, fontsize=8, frameon=False)
 

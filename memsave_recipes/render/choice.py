@@ -251,23 +251,22 @@ def summarize(forecast: Forecast, budget_bytes: int) -> str:
 
 
 def _rows(forecast: Forecast) -> Iterator[SpanPrediction]:
-    """Yield a row for consecutive spans of the same action, length and costs."""
+    """Yield a row for consecutive spans of the same action, length and costs; one where all are kept."""
     plan = forecast.plan
+    keeps_all = all(span.action is Action.KEEP for span in plan.spans)
 
-    def shared(one: tuple[Span, SpanPrediction]) -> tuple[Action, int, int, int]:
+    def shared(one: tuple[Span, SpanPrediction]) -> tuple[Action, int, int, int] | None:
         span, costs = one
-        return span.action, span.stop - span.start, costs.baseline_bytes, costs.saved_bytes
+        return None if keeps_all else (span.action, span.stop - span.start, costs.baseline_bytes, costs.saved_bytes)
 
-    for (_, _, baseline_bytes, saved_bytes), group in groupby(
-        zip(plan.spans, forecast.prediction.spans, strict=True), key=shared
-    ):
+    for _, group in groupby(zip(plan.spans, forecast.prediction.spans, strict=True), key=shared):
         alike = list(group)
         first, last = alike[0][0], alike[-1][0]
         yield SpanPrediction(
             blocks=_block_names(plan, first.start, last.stop),
             action=_action_name(first, len(alike)),
-            saved_bytes=saved_bytes * len(alike),
-            baseline_bytes=baseline_bytes * len(alike),
+            saved_bytes=sum(costs.saved_bytes for _, costs in alike),
+            baseline_bytes=sum(costs.baseline_bytes for _, costs in alike),
             added_s=sum(costs.added_s for _, costs in alike),
         )
 

@@ -130,6 +130,7 @@ def _page(
                 *(["chosen"] if point.candidate is chosen else []),
                 *(["Pareto-optimal"] if point.is_optimal else []),
             ],
+            is_chosen=point.candidate is chosen,
             is_over=not point.candidate.fits,
             cells=[
                 *_cells(point.candidate),
@@ -141,7 +142,7 @@ def _page(
     ]
     section = Section(
         headings=(*HEADINGS, *(["measured samples/s"] if has_measured else []), "parts"),
-        rows=rows,
+        rows=sorted(rows, key=lambda row: not row.is_chosen),  # it is seen at once
         command=command,
         parts=used_parts(candidates),
         charts=[to_svg(frontier_figure(families, "crosses are measured" if has_measured else "", budget_bytes))],

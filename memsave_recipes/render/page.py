@@ -51,7 +51,7 @@ class Row:
 
     Args:
         color: index of the color of its number, as in the charts.
-        is_over: whether it does not fit.
+        is_chosen, is_over: whether it is the one to take, or does not fit.
         filters: by name, the values by which the page's filters find it.
     """
 
@@ -60,6 +60,7 @@ class Row:
     name: str
     cells: Sequence[Cell]
     marks: Sequence[str] = ()
+    is_chosen: bool = False
     is_over: bool = False
     filters: Mapping[str, str] = field(default_factory=dict)
 

@@ -18,7 +18,6 @@ from memsave_recipes.run.folder import PLAN, earlier_names, print_lines
 from memsave_recipes.sharding import ShardGroups
 from memsave_recipes.sharding.groups import check_precision
 from memsave_recipes.step.batch_layout import SampleOrder
-from memsave_recipes.step.settings import AUTO
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import check_in_backward, check_offload
 from memsave_recipes.training.parsing import flag_values
@@ -105,7 +104,3 @@ class OpenRun:
         """Build the model of the task with its weights; with ``--shard`` without those of other ranks."""
         slices_on = None if self.groups is None else self.accelerator.device
         return task.build_model(with_weights=True, slices_on=slices_on)
-
-    def smallest_micro_batch(self, batches: GlobalBatches) -> int:
-        """Return the fewest samples of a forward: one, where the planner is to choose the size."""
-        return 1 if self.args.micro_batch_size == AUTO else batches.smallest_micro_batch

@@ -46,6 +46,7 @@ from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import (
     chosen_dtype,
+    describe_no_gpu,
     deterministic_kernels,
     installed_versions,
     matmul_precision,
@@ -85,10 +86,10 @@ class Run(OpenRun):
             if args.resume:
                 _end_if_done(path, args)
             earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
-            notices = []
+            notices = list(filter(None, [describe_no_gpu()]))
             if earlier:
                 args = with_previous_choices(args, earlier)
-                notices = check_same_flags(earlier, flag_values((args,)))
+                notices += check_same_flags(earlier, flag_values((args,)))
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
             use_expandable_segments()

@@ -39,12 +39,18 @@ from memsave_recipes.planner.search import (
     Choice,
     HostUse,
     SearchSpace,
-    open_layouts,
     reduction_line,
     search,
     search_space,
 )
-from memsave_recipes.planner.task import Launch, Task, choose_for_target, fake_planned_model
+from memsave_recipes.planner.task import (
+    Launch,
+    Task,
+    check_samples,
+    choose_for_target,
+    fake_planned_model,
+    layouts_of,
+)
 from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
@@ -97,6 +103,7 @@ def plan_run(
         candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
+    check_samples(task, step.batches.smallest_micro_batch)
     reduces_once = candidate.reduces_once or run.reduce_gradients == PER_STEP
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, candidate.host_bytes, reduces_once)
 
@@ -308,7 +315,7 @@ class _Measured(_Planning):
 
     def open_layouts(self) -> list[BatchLayout]:
         """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
-        layouts = open_layouts(self.task.run, self.task.optim, self.accelerator.num_processes)
+        layouts = layouts_of(self.task, self.accelerator.num_processes, self.step.smallest_micro_batch)
         if self._space.strategy != "budget" or len(layouts) == 1:
             return layouts
         choice = self._search(layouts, replace(self._space, strategy="budget:bitwise"))

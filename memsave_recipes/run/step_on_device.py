@@ -46,6 +46,10 @@ class StepOnDevice:
         """Return the largest forward of a step."""
         return self._forward(self.batches.largest_forward(layout))
 
+    def smallest_micro_batch(self, layout: BatchLayout) -> int:
+        """Return the fewest samples that a forward of the run is given in another layout."""
+        return self.batches.anew(layout, drop_last=self.batches.order.drop_last).smallest_micro_batch
+
     def running_blocks(self) -> list[str] | None:
         """List the blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
         stacks = block_names(find_stacks(self.model))

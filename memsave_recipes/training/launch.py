@@ -139,6 +139,16 @@ def _stays_on_cpu(request: LaunchRequest) -> bool:
     return request.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
+def describe_no_gpu() -> str | None:
+    """A line where the launch leaves the device open or asks for GPUs, and torch finds none."""
+    asks_for_cpu = read_launch_request().use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if asks_for_cpu or torch.accelerator.is_available():
+        return None
+    is_for_gpus = torch.version.cuda or torch.version.hip
+    why = "is its driver installed?" if is_for_gpus else f"torch {torch.__version__} is a build for the CPU"
+    return f"note: torch finds no GPU ({why}): this run trains on the CPU"
+
+
 def chosen_dtype(asked: Dtype) -> Dtype:
     """Return what ``--dtype`` is on the device of the launch: NVIDIA's GPUs before Ampere only emulate bfloat16.
 
@@ -547,10 +557,16 @@ def _version(package: str) -> str:
 
 
 def _git_commit() -> str:
+    """That of the clone of this package; of the script that runs, where the package is installed without a clone."""
     if not shutil.which("git"):
         return "unknown"
-    here = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "rev-parse", "--verify", "--quiet", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+    for folder in (Path(__file__).parent, Path(sys.argv[0]).resolve().parent):
+        done = subprocess.run(
+            ["git", "-C", folder, "rev-parse", "--verify", "--quiet", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.stdout.strip():
+            return done.stdout.strip()
+    return "unknown"

@@ -146,3 +146,10 @@ def test_another_seed_or_length_is_still_a_rival(make_run: Make) -> None:
     first = placed(make_run, "fast", 1.0, 100.0, steps=10, config={"seed": 0})
     second = placed(make_run, "slow", 2.0, 50.0, steps=20, config={"seed": 1})
     assert [row.is_pareto_optimal for row in compare([first, second]).rows] == [True, False]
+
+
+def test_of_several_plain_runs_the_one_with_the_largest_micro_batch_is_the_baseline(make_run: Make) -> None:
+    sizes = {"micro16": 16, "micro64": 64, "micro32": 32}
+    runs = [make_run(name, micro_batch_size=n) for name, n in sizes.items()]
+    table = compare([make_run("full", micro_batch_size=128, plan="full"), *runs])
+    assert [row.name for row in table.rows if row.is_baseline] == ["micro64"]

@@ -155,15 +155,15 @@ def test_a_forward_gives_one_logit_a_class(name):
 def test_images_that_shrink_to_nothing_are_refused(name, smallest):
     with torch.device("meta"):
         model = MODELS[name](num_classes=10)
-    check_image_size(model, smallest)
+    check_image_size(smallest, model)
     with pytest.raises(InputError, match=f"--image_size {smallest - 1} does not suit"):
-        check_image_size(model, smallest - 1)
+        check_image_size(smallest - 1, model)
 
 
 def test_one_pixel_alone_cannot_be_normalised(make_case):
     model = make_case("resnet50").model
-    check_image_size(model, 64, 1)
-    check_image_size(model, 32, 2)
+    check_image_size(64, model, 1)
+    check_image_size(32, model, 2)
     with pytest.raises(InputError, match=r"--image_size 32, in a last micro-batch of one .* does not suit ResNet"):
-        check_image_size(model, 32, 1)
-    check_image_size(make_case("vit").model, 32, 1)
+        check_image_size(32, model, 1)
+    check_image_size(32, make_case("vit").model, 1)

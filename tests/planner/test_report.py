@@ -162,3 +162,12 @@ def test_pareto_optimal_is_what_nothing_beats_in_as_little_memory() -> None:
 def test_twins_are_one_pareto_optimal_point() -> None:
     one = candidate(4, "none", 80 * MIB)
     assert sum(point.is_optimal for point in points_of([one, replace(one)])) == 1
+
+
+def test_a_plan_that_keeps_everything_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    found = candidate(8, "none", 80 * MIB)
+    blocks = tuple(replace(one, name=f"b{n}", output_bytes=n) for n, one in enumerate(found.forecast.chain.blocks))
+    chain = replace(found.forecast.chain, blocks=blocks)
+    plan = plan_for("none", [chain.decided_names])
+    show_choice(Choice(candidates=(replace(found, forecast=Forecast(plan=plan, chain=chain)),)))
+    assert len(lines_of(capsys.readouterr().out, "b0 - b2 (3)")) == 1

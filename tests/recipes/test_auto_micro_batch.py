@@ -45,6 +45,15 @@ def test_with_room_to_spare_the_plain_run_is_chosen(train):
     assert found["plan"] == "none"
 
 
+def test_a_size_that_leaves_a_micro_batch_of_one_is_left_out(train, capsys):
+    """3 x 3, 5 + 4 and 9 are searched; 2 x 4 + 1 and single images do not train under BatchNorm of one pixel."""
+    dense = ["--model", "densenet_small", "--image_size", "16", "--augmentation", "none", "--global_batch_size", "9"]
+    found = train(*dense, *AUTO, "--max_steps", "1", "--memory_budget_gib", "1")
+    assert found["micro_batch_size"] in (3, 5, 9)
+    if IS_CPU:
+        assert capsys.readouterr().out.startswith("note: torch finds no GPU")
+
+
 MISTAKES = {
     **({"no budget on a CPU": (AUTO, "--micro_batch_size auto needs --memory_budget_gib on a CPU")} if IS_CPU else {}),
     "not a size": (["--micro_batch_size", "some"], "--micro_batch_size some: must be a whole number"),

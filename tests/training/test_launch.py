@@ -518,3 +518,24 @@ class TestEnd:
         monkeypatch.setattr(launch.Accelerator, "end_training", lambda self: order.append("free"))
         start_accelerator().end_training()
         assert order == ["wait", "free"]
+
+
+@pytest.mark.parametrize(
+    ("use_cpu", "variable", "has_gpu", "is_said"),
+    [(False, "no", False, True), (True, "no", False, False), (False, "yes", False, False), (False, "no", True, False)],
+)
+def test_a_launch_that_finds_no_gpu_says_so(monkeypatch, use_cpu, variable, has_gpu, is_said):
+    monkeypatch.setattr(launch, "read_launch_request", lambda: LaunchRequest(use_cpu=use_cpu))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
+    line = launch.describe_no_gpu()
+    assert (line is not None and line.endswith("this run trains on the CPU")) is is_said
+
+
+def test_an_installed_package_names_the_commit_of_the_clone_whose_script_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "script.py")])
+    assert launch._git_commit() == "unknown"
+    monkeypatch.setattr("sys.argv", [str(ROOT / "recipes" / "language_modeling.py")])
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    assert launch._git_commit() == (head.stdout.strip() or "unknown")
