@@ -4,6 +4,7 @@
 name is imported when it is first used (PEP 562): the import itself loads neither torch nor transformers.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 __version__ = "0.3.0"
+
+# transformers imports peft, which imports bitsandbytes, which warns on some CPUs of a kernel for 4-bit layers alone.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 __all__ = [
     "Candidate",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,35 @@ def test_a_reader_that_has_gone_ends_it_in_silence(command: str, runs: Path) -> 
         called = [sys.executable, "-m", "memsave_recipes.cli", *words]
         done = subprocess.run(called, stdout=out, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+RUN = [sys.executable, "-m", "memsave_recipes.cli"]
+
+
+@pytest.mark.parametrize(
+    ("to", "expected"), [(">&-", "stdout is closed"), (">/dev/full", "stdout takes no text"), (">/dev/null", None)]
+)
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_stdout_that_takes_nothing_is_one_line_and_exit_code_2(to, expected, buffered, runs: Path) -> None:
+    line = f"{shlex.join([*RUN, 'compare', str(runs)])} {to}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+    assert done.returncode == (2 if expected else 0)
+    assert len(done.stderr.splitlines()) == bool(expected)
+    assert f"error: {expected}" in done.stderr if expected else not done.stderr
+
+
+def test_a_stdout_of_few_letters_gets_escapes(runs: Path) -> None:
+    (runs / "a-segments").rename(runs / "é→")
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([*RUN, "compare", str(runs)], capture_output=True, env=environment, check=True)
+    assert "é\\u2192".encode("latin-1") in done.stdout
+
+
+@pytest.mark.parametrize(("name", "code"), [("a\x1b[31mb", 0), ("x" * 300, 2)])
+def test_recipes_are_copied_whatever_the_folder_is_called(name, code, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "--copy", name]) == code
+    out, err = capsys.readouterr()
+    assert (out + err).splitlines()[0].replace("\n", "").isprintable()
+    assert len(err.splitlines()) == (code == 2)

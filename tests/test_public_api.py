@@ -2,6 +2,7 @@
 
 import ast
 import json
+import logging
 import pkgutil
 import subprocess
 import sys
@@ -220,3 +221,7 @@ def test_an_estimate_takes_values_that_are_no_flags():
     assert [(one.strategy, one.parts, one.step_s) for one in found] == [
         (one.strategy, one.parts, one.step_s) for one in expected
     ]
+
+
+def test_bitsandbytes_does_not_tell_of_kernels_for_4_bits():
+    assert logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.ERROR

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn
 
 from memsave_recipes.cli.flags import add_fit, add_frontier, add_plan, add_recipes
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
         check_words(words)
+        _check_stdout()
         if words[:1] == ["results"]:
             raise InputError(RESULTS_MOVED)
         arguments, others = parser.parse_known_args(argv)
@@ -33,7 +35,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again as it ends
         return 1
+    except OSError as error:
+        if _takes_text():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: stdout takes no text ({error.strerror}): send it to a file on another disk", file=sys.stderr)
+        return 2
     return 0
+
+
+def _check_stdout() -> None:
+    """Refuse a stdout that is closed; let one of few letters, such as latin-1, take escapes for all others."""
+    if sys.stdout is None:
+        raise InputError("stdout is closed: send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _takes_text() -> bool:
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
 RESULTS_MOVED = (

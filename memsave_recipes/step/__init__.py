@@ -2,8 +2,3 @@
 
 Planner and training share it: the one predicts such a step, the other runs it. No flag is read here.
 """
-
-import logging
-
-# transformers imports peft, which imports bitsandbytes, which warns on some CPUs of a kernel for 4-bit layers alone.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -100,6 +100,7 @@ def _parse(words: Sequence[str]) -> Namespace:
     args: Namespace = parser.parse_args(list(words))
     if args.nnodes is not None:
         args.num_machines = _machines(args.nnodes)[1]
+    counts_gpus = args.num_processes is None and args.config_file is None
     try:
         args, _, _ = _validate_launch_command(args)
     except Exception as error:  # of many kinds
@@ -109,8 +110,13 @@ def _parse(words: Sequence[str]) -> Namespace:
                 "accelerate_configs/"
             ) from error
         raise InputError(f"the arguments before the script: {error}") from error
+    needed = ["num_machines", "use_cpu", *(["num_processes"] if args.multi_gpu or args.use_fsdp else [])]
+    if empty := [name for name in needed if getattr(args, name, "") is None]:
+        raise InputError(f"--config_file {args.config_file} has no value for {', '.join(empty)}: write one")
     if args.use_deepspeed or args.use_megatron_lm or args.tpu:
         raise InputError("memsave launch starts the recipes, which take no DeepSpeed, Megatron-LM or TPU: leave it out")
+    if counts_gpus and args.num_processes == 0:
+        args.num_processes = 1  # on the CPU
     require(args.max_restarts >= 0, "--max_restarts", args.max_restarts, "at least 0")
     asked = args.num_processes
     is_number = isinstance(asked, int) and asked >= 1

@@ -167,6 +167,9 @@ SEVERAL = ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "
         ([*SEVERAL, "2", "--log_dir", "/proc/none", "script.py"], "No such file or directory: '/proc/none'"),
         (["--config_file", "list.yaml", "script.py"], "--config_file list.yaml does not hold lines such as"),
         (["--config_file", "empty.yaml", "script.py"], "--config_file empty.yaml does not hold lines such as"),
+        (["--config_file", "no_use_cpu.yaml", "script.py"], "no_use_cpu.yaml has no value for use_cpu"),
+        (["--config_file", "no_number.yaml", "script.py"], "--config_file no_number.yaml"),
+        (["--config_file", "no_machines.yaml", "script.py"], "no_machines.yaml has no value for num_machines"),
         (["--config_file", "words.yaml", "script.py"], "--num_processes many: must be a whole number, at least 1"),
         (["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "script.py"], "no DeepSpeed"),
     ],
@@ -176,11 +179,19 @@ def test_words_that_make_no_launch_are_one_line_and_exit_code_2(words, line, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "empty.yaml").write_text("")
+    whole = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2, "use_cpu": "true"}
+    for name, key in {"use_cpu": "use_cpu", "number": "num_processes", "machines": "num_machines"}.items():
+        lines = (f"{one}: {'' if one == key else value}\n" for one, value in whole.items())
+        (tmp_path / f"no_{name}.yaml").write_text("".join(lines))
     (tmp_path / "words.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: many\n")
     assert main(["launch", *words]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert line in errors[0]
+
+
+def test_without_a_launch_file_a_process_runs_also_where_there_is_no_gpu():
+    assert elastic._parse(["script.py"]).num_processes >= 1
 
 
 def test_the_way_to_the_meeting_place_decides_the_address():
