@@ -73,6 +73,7 @@ def test_the_first_hour_runs(device, settings, run_small, on_devices, monkeypatc
     assert f"measured figures are those of {device}," in said
     launch = json.loads((tmp_path / "first_hour" / "chat_plan.json").read_text())["launch"]
     assert ("--dtype float16" in launch) == (settings is not None)
+    assert "What is your name? My name is Memo.\n" in said
     peaks = [tuple(map(float, found)) for found in PEAKS.findall(said)]
     assert len(peaks) == 2  # of conversations and of images
     for predicted, measured in peaks:
