@@ -1,4 +1,4 @@
-"""Command lines of ``memsave plan`` and ``memsave compare`` at random."""
+"""Command lines of ``memsave plan``, ``fit``, ``recipes`` and ``compare`` at random."""
 
 from random import Random
 
@@ -28,8 +28,26 @@ COMMANDS: dict[str, tuple[list[list[str]], dict[str, Values]]] = {
             "activation_checkpointing": Values(("none", "full"), PLANS.bad),
             **{flag: IMAGES[flag] for flag in ("seed", "dtype", "learning_rate", "max_steps")},
             "output_dir": Values(("run", "a b"), (None, "")),
+            "host_memory": Values(("64GiB",), (None, "", "x", "-1", "0"), ("1e3",)),
+            "interconnect": Values((), (None, "", "x", "0", "-1", "nan"), ("25",)),
+            "largest": Values((), (None, "", "x"), ("micro_batch_size", "block_size")),
+            "all": Values((None,), ("x",)),
         },
     ),
+    "fit": (
+        [["vgg_small"], ["f/done"], ["f/empty.json"], [""], ["absent/x"]],
+        {
+            "card": Values(("a100",), (None, "", "x100"), ("cpu",)),
+            "image_size": Values(("32",), (None, "0", "-1", "x", ""), ("1", "17")),
+            "global_batch_size": Values(("4",), (None, "0", "x", "")),
+            "micro_batch_size": Values(("2",), (None, "0", "x", "")),
+            "optimizer": Values(("sgd", "adamw"), (None, "", "x")),
+            "mixed_precision": Values(("bf16",), (None, "", "x"), ("no", "fp16")),
+            "length": Values((), (None, "0", "x", ""), ("16",)),
+            "json": WRITES,
+        },
+    ),
+    "recipes": ([[]], {"copy": Values(("a b", "c"), (None, "", "f", "n" * 300))}),
     "compare": (
         [["f/done"], ["f/done", "f/no_run"], ["f/list_run", "f/half_run"], ["f/empty.json"], [""], []],
         {
@@ -42,12 +60,12 @@ COMMANDS: dict[str, tuple[list[list[str]], dict[str, Values]]] = {
 
 
 def memsave_line(random: Random, text: str) -> Line:
-    """One of the two, most often of something that can be planned or compared."""
+    """One of them, most often of something that can be planned or compared."""
     command = random.choice(list(COMMANDS))
     things, flags = COMMANDS[command]
     words = random.choice(things) if random.random() < SELDOM else things[0]
     line = Line("memsave", [command, *(RECIPE if word == "RECIPE" else word for word in words)])
-    line.refused = words[1:] == [] and words != ["f/done"]
+    line.refused = len(words) < 2 and words is not things[0]
     for flag, value in some_of(random, flags, "good", "good", "odd", "bad", "words", most=3):
         line.give(flag, value, joined=random.random() < SELDOM)
     line.judge(flags)

@@ -94,7 +94,8 @@ def recipe_line(program: str, random: Random, text: str) -> Line:
 def some_of(random: Random, flags: dict[str, Values], *kinds: str, most: int) -> Given:
     """Up to ``most`` flags, each with a value of one of the ``kinds``."""
     values = {flag: [found for kind in kinds if (found := getattr(known, kind))] for flag, known in flags.items()}
-    chosen = random.sample([flag for flag in values if values[flag]], random.randint(0, most))
+    usable = [flag for flag in values if values[flag]]
+    chosen = random.sample(usable, random.randint(0, min(most, len(usable))))
     return [(flag, random.choice(random.choice(values[flag]))) for flag in chosen]
 
 

@@ -69,5 +69,5 @@ def _is_same(typed: str | None, written: object) -> bool:
         return len(written) == 1 and _is_same(typed, written[0])
     if isinstance(written, int | float):
         return float(str(typed)) == written
-    is_chosen = typed == "auto"  # by the run
+    is_chosen = typed == "auto" or (written == "none" and typed in NO)  # by the run, or as --compile says it
     return is_chosen or typed == written or (written == "stop" and (typed is None or typed.lower() in YES))  # --verify

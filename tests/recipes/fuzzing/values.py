@@ -1,10 +1,15 @@
 """Every flag of the recipes, with values that must pass, that must be refused, and that may do either.
 
+Flags that no table has are added by their types, as the recipes declare them.
+
 A value is the text that a person types; ``None`` is a flag without one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, get_args, get_type_hints
+
+from fuzzing.programs import MAINS
 
 NO_NUMBERS = (None, "", "x", "1,5", "None", "0x10", "²", "--", "1 2", "[1]", "9" * 5000)
 NO_WHOLE_NUMBERS = (*NO_NUMBERS, "1.5", "nan", "inf", "1e3", "true")
@@ -215,3 +220,26 @@ FLAGS: dict[str, dict[str, Values]] = {
         "compare_with": Values((), (None, *ODD_PATHS, "f/done")),
     },
 }
+
+NOT_DRAWN = {"debug", "eval_only", "push_to_hub"}  # a traceback, no config.json, a network
+
+
+def _of_kind(kind: Any) -> Values:
+    """Of a flag in no table above, by its type: what its values do is left open, and other words are refused."""
+    kinds = set(get_args(kind)) or {kind}
+    if bool in kinds:
+        return Values((), SWITCH[1], (None, "true", "no"))
+    if int in kinds:
+        return Values((), (), ("0", "1", "2", "-7"), NO_WHOLE_NUMBERS, codes=(4,))
+    if float in kinds:
+        return Values((), (), ("0", "0.5", "1", "-1", "1e300", "nan"), NO_NUMBERS, codes=(4,))
+    choices = tuple(one for one in kinds if isinstance(one, str))
+    return Values((), ("",), choices or ("x", "é", "f/done", "full", "none"))
+
+
+for name, flags in FLAGS.items():
+    kinds = get_type_hints(MAINS[name].Arguments)
+    unknown = [
+        one.name for one in fields(MAINS[name].Arguments) if one.init and one.name not in flags.keys() | NOT_DRAWN
+    ]
+    flags |= {flag: _of_kind(kinds[flag]) for flag in unknown}
