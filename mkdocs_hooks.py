@@ -5,6 +5,7 @@ what pages link to beside ``docs/``. Sources among these become pages that show 
 nbconvert, with the pictures in their outputs beside them.
 """
 
+import re
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -33,6 +34,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     of_theme = [file for file in files if file.src_dir != config.docs_dir]
     of_repository = [RepositoryFile(path, config) for path in (*PAGES, *SOURCES, *files_of_docs())]
     return Files([*of_theme, *of_repository, *pictures_of_notebooks(config)])
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Mark the flags in cells of tables, which assets/site.css keeps in one piece."""
+
+    def marked(found: re.Match[str]) -> str:
+        return re.sub(r"--\w+", r'<span class="flag">\g<0></span>', found[0])
+
+    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]*</code>", marked, cell[0]), html, flags=re.S)
 
 
 def files_of_docs() -> list[str]:

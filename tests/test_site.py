@@ -105,6 +105,11 @@ def test_sources_are_shown_where_pages_link_to_them(site):
     assert "def main" in re.sub("<[^>]*>", "", text)
 
 
+def test_flags_in_tables_stay_in_one_piece(site):
+    text = (site.folder / "docs" / "planner.html").read_text(encoding="utf-8")
+    assert '<code><span class="flag">--memory_budget_gib</span> F</code>' in text
+
+
 def test_the_search_needs_no_server(site, browse):
     seen = browse(f"{(site.folder / 'index.html').as_uri()}?q=bitwise_topology")
     results = re.search(r"md-search-result__list.*?</ol>", seen.html, re.S)[0]
