@@ -1,0 +1,50 @@
+"""The test of a case, and the rows of all of them in the file that ``PEERS`` names."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from peers.adapter import Case
+
+ROW = "peers"
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest):
+    """Run a case, note its row, and fail where a verdict is worse than expected."""
+
+    def run(case: Case) -> None:
+        note(request, row := case.row())
+        assert row["faults"] == []
+
+    return run
+
+
+@pytest.fixture
+def noted(request: pytest.FixtureRequest):
+    """Note a row of a test that is no case: ``noted({strategy: verdict, ...})``."""
+    return lambda verdicts, **words: note(
+        request, {"verdicts": verdicts, "torch": "", "differing": {}, "faults": [], **words}
+    )
+
+
+def note(request: pytest.FixtureRequest, row: dict) -> None:
+    suite = request.path.stem.removeprefix("test_")
+    name = request.node.name.partition("[")[2].removesuffix("]") or request.node.name.removeprefix("test_")
+    request.node.user_properties.append((ROW, json.dumps({"suite": suite, "case": name, **row})))
+
+
+ROWS: list[dict] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        ROWS.extend(json.loads(row) for name, row in report.user_properties if name == ROW)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (path := os.environ.get("PEERS")) and not hasattr(session.config, "workerinput"):
+        rows = sorted(ROWS, key=lambda row: (row["suite"], row["case"]))
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
