@@ -24,9 +24,8 @@ def judge(request: pytest.FixtureRequest):
 @pytest.fixture
 def noted(request: pytest.FixtureRequest):
     """Note a row of a test that is no case: ``noted({strategy: verdict, ...})``."""
-    return lambda verdicts, **words: note(
-        request, {"verdicts": verdicts, "torch": "", "differing": {}, "faults": [], **words}
-    )
+    row = {"plain": "", "torch": "", "differing": {}, "faults": []}
+    return lambda verdicts, **words: note(request, {**row, "verdicts": verdicts, **words})
 
 
 def note(request: pytest.FixtureRequest, row: dict) -> None:

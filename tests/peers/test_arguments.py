@@ -285,7 +285,7 @@ def relu_in_place_of_a_saved_tensor(put):
     return train(put(stack(lambda self, x: torch.relu_(torch.sigmoid(self.l(self.n(x)))))), x())
 
 
-@suite()
+@suite(AS_TORCH, selective=REFUSED)
 def a_layer_writes_on_its_input(put):
     return train(put(stack(lambda self, x: self.l(self.n(x.mul_(2))))), x(grad=True) + 0)
 

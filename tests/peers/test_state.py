@@ -375,7 +375,7 @@ def attribute_set_by_the_model_each_forward(put):
     return train(put(stack(with_condition, through, parts=lambda: {"condition": None})), x(), times=2)
 
 
-@suite(REFUSED)
+@suite(AS_TORCH)
 def evaluation_between_forward_and_backward(put):
     model = put(stack(lambda self, x: F.dropout(body(self, x), 0.3, training=self.training)))
     loss = total(model(x()))
