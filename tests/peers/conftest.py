@@ -11,27 +11,26 @@ ROW = "peers"
 
 
 @pytest.fixture
-def judge(request: pytest.FixtureRequest):
-    """Run a case, note its row, and fail where a verdict is worse than expected."""
+def note_row(request: pytest.FixtureRequest):
+    """Note a row: of a ``Case``, or with the same entries."""
 
-    def run(case: Case) -> None:
-        note(request, row := case.row())
-        assert row["faults"] == []
+    def run(row: dict) -> None:
+        suite = request.path.stem.removeprefix("test_")
+        name = request.node.name.partition("[")[2].removesuffix("]")
+        request.node.user_properties.append((ROW, json.dumps({"suite": suite, "case": name, **row})))
 
     return run
 
 
 @pytest.fixture
-def noted(request: pytest.FixtureRequest):
-    """Note a row of a test that is no case: ``noted({strategy: verdict, ...})``."""
-    row = {"plain": "", "torch": "", "differing": {}, "faults": []}
-    return lambda verdicts, **words: note(request, {**row, "verdicts": verdicts, **words})
+def judge(note_row):
+    """Run a case, note its row, and fail where a verdict is worse than expected."""
 
+    def run(case: Case) -> None:
+        note_row(row := case.row())
+        assert row["faults"] == []
 
-def note(request: pytest.FixtureRequest, row: dict) -> None:
-    suite = request.path.stem.removeprefix("test_")
-    name = request.node.name.partition("[")[2].removesuffix("]") or request.node.name.removeprefix("test_")
-    request.node.user_properties.append((ROW, json.dumps({"suite": suite, "case": name, **row})))
+    return run
 
 
 ROWS: list[dict] = []

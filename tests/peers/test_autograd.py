@@ -1,4 +1,4 @@
-"""What torch's own tests ask of a checkpoint, by their meaning: graphs, gradients of gradients, hooks, nesting, policies."""
+"""What torch's own tests ask of a checkpoint, by their meaning: graphs, gradients of gradients, hooks, nesting."""
 
 import contextlib
 from functools import partial

@@ -1,4 +1,4 @@
-"""Kinds of layers and of models: torch's own, TorchScript, lazy, 8 bits; activations that fill what they saved; configs."""
+"""Kinds of layers and of models: torch's own, TorchScript, lazy, 8 bits; RReLU and its kin; configs."""
 
 import dataclasses
 from collections import OrderedDict, namedtuple
