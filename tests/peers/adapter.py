@@ -36,21 +36,36 @@ class Put:
         self.way = way
         self.models: list[nn.Module] = []
         self.undo: list[Callable[[], Any]] = []
-        self.plans: list[memsave.Plan] = []
 
-    def __call__(self, model: nn.Module, blocks: Iterable[str] = (), found: bool = False) -> Any:
-        """``model`` under the plan: of ``blocks``, of what is ``found``, or else of ``model.blocks``."""
-        names = list(blocks) or [f"blocks.{number}" for number in range(0 if found else len(model.blocks))]
+    def __call__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[str] = (),
+        *,
+        found: bool = False,
+        torchs: Callable[[Any], Callable[[], Any]] | None = None,
+    ) -> Any:
+        """``model`` under the plan: of ``blocks``, of what is ``found``, or else of ``model.blocks``.
+
+        Args:
+            torchs: puts another checkpoint than torch's on the model, and returns what takes it off.
+        """
         self.models.append(model)
-        if self.way == TORCH:
-            plan = memsave.make_plan(model, strategy="full", blocks=names or None)
-            for module in map(model.get_submodule, plan.blocks):
+        if self.way == TORCH and torchs:
+            self.undo.append(torchs(model))
+        elif self.way == TORCH:
+            for module in map(model.get_submodule, self.plan(model, None, blocks, found=found).blocks):
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
                 self.undo.append(partial(_take_off, module, module.forward))
         elif self.way != PLAIN:
-            self.plans.append(memsave.make_plan(model, strategy=self.way, blocks=names or None))
-            self.undo.append(memsave.apply_plan(model, self.plans[-1]).remove)
+            self.undo.append(memsave.apply_plan(model, self.plan(model, None, blocks, found=found)).remove)
         return model
+
+    def plan(self, model: Any, batch: Any, blocks: Iterable[str] = (), *, found: bool = False) -> memsave.Plan:
+        """The plan for the model; of torch the one that has the same blocks."""
+        names = list(blocks) or [f"blocks.{number}" for number in range(0 if found else len(model.blocks))]
+        strategy = "full" if self.way == TORCH else self.way
+        return memsave.make_plan(model, batch, strategy=strategy, blocks=names or None)
 
     def remove(self) -> None:
         """Take the plans off again."""

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kornia.augmentation import RandomHorizontalFlip
-from peers.adapter import REFUSED, Suite, body, in_turn, stack, train, x
+from peers.adapter import PLAIN, REFUSED, TORCH, Suite, body, in_turn, stack, train, x
 from torch import nn
-
-import memsave_recipes as memsave
 
 suite = Suite()
 residual = lambda self, x: x + self.part(body(self, x))  # noqa: E731
@@ -167,8 +165,8 @@ def lazy_part(put, value):
 def lazy_part_planned_with_a_batch(put, value):
     """A model that ``make_plan`` runs once has the weights of its own first forward."""
     model = stack(residual, parts=lambda: {"part": value()})
-    if put.way not in ("plain", "torch"):
-        memsave.make_plan(model, x(), strategy=put.way, blocks=[f"blocks.{number}" for number in range(4)])
+    if put.way not in (PLAIN, TORCH):
+        put.plan(model, x())
     losses = train(put(model), x())
     torch.manual_seed(1)  # whenever the weights were drawn
     return losses
@@ -238,10 +236,8 @@ CONFIGS = {
 def config_of_the_model(put, value):
     """Planned with a batch, which runs the model."""
     model = stack(config=value)
-    names = [f"blocks.{number}" for number in range(4)]
-    if put.way not in ("plain", "torch"):
-        memsave.make_plan(model, x(), strategy=put.way, blocks=names)
-        memsave.make_plan(model, x(), strategy="budget:bitwise", budget_gib=1, blocks=names)
+    if put.way not in (PLAIN, TORCH):
+        put.plan(model, x())
     return train(put(model), x(), times=2), model.config is value
 
 

@@ -20,7 +20,7 @@ VIEWS = {"views of buckets": {"gradient_as_bucket_view": True}}
 
 
 def mine():
-    return x() + dist.get_rank()
+    return x().roll(dist.get_rank(), 1)
 
 
 @suite.each(FLAGS | VIEWS)
@@ -30,7 +30,7 @@ def ddp(put, value):
 
 @suite.each(FLAGS)
 def ddp_of_two_forwards(put, value):
-    model = Ddp(put(stack(through=lambda self, x: in_turn(self, x) + in_turn(self, x + 1))), **value)
+    model = Ddp(put(stack(through=lambda self, x: in_turn(self, x) + in_turn(self, x.flip(1)))), **value)
     return train(model, mine(), times=2)
 
 
@@ -75,7 +75,7 @@ def ddp_that_accumulates(put, value):
     for _ in range(2):
         with model.no_sync():
             losses += train(model, mine())
-        losses += train(model, mine() + 1)
+        losses += train(model, mine().flip(1))
     return losses
 
 
@@ -160,7 +160,7 @@ def fsdp2_that_accumulates(put):
     model.set_requires_gradient_sync(False)
     losses = train(model, mine())
     model.set_requires_gradient_sync(True)
-    return losses + train(model, mine() + 1)
+    return losses + train(model, mine().flip(1))
 
 
 @suite()
