@@ -6,7 +6,7 @@ NEWEST := .venv-newest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-cpus test-standin test-zoo test-oldest test-newest test-all \
+.PHONY: help demo install check lint types test test-faults test-cpus test-standin test-zoo test-peers test-oldest test-newest test-all \
 	results results-run article site clean
 
 help:  ## list the targets
@@ -68,6 +68,11 @@ test-zoo: install  ## every architecture of transformers, timm and diffusers und
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; \
 		HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.heads || status=1; \
 		PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status
+
+# Nothing is downloaded. A case that turns wrong fails; the page is written if none does.
+test-peers: install  ## what other projects ask of checkpointing, under four plans; writes docs/peer_suites.md (10 minutes)
+	HF_HUB_OFFLINE=1 PEERS=out/peers.json $(PYTEST) tests/peers --deselect tests/peers/test_page.py
+	PYTHONPATH=tests $(BIN)/python -m peers.page out/peers.json
 
 OF_VERSIONS := tests/activations tests/exact/test_global_batchnorm.py tests/estimation \
 	tests/integrations/test_trainer.py tests/models tests/profiling tests/test_losses.py tests/test_private_names.py \

@@ -21,9 +21,10 @@ from memsave_recipes.errors import InputError
 
 STRATEGIES = ("full", "segments:2", "nested:1", "selective")
 PLAIN, TORCH = "plain", "torch"
-SAME, BETTER, REFUSED, AS_TORCH, DIFFERS, RAISES = "same", "better", "refused", "as torch", "differs", "raises"
-RANK = {SAME: 0, BETTER: 0, REFUSED: 1, AS_TORCH: 2, DIFFERS: 3, RAISES: 3}
-"""How far a verdict is from plain. ``differs`` and ``raises`` are faults: torch is right there, or it raises."""
+SAME, BETTER, REFUSED, LOUD, AS_TORCH = "same", "better", "refused", "raises as torch", "as torch"
+DIFFERS, RAISES = "differs", "raises"
+RANK = {SAME: 0, BETTER: 0, REFUSED: 1, LOUD: 2, AS_TORCH: 3, DIFFERS: 4, RAISES: 4}
+"""How far a verdict is from plain. ``as torch`` is silent; the last two are faults, as torch is right or raises."""
 
 ONE_BACKWARD = "under selective one is only allowed to backward once"
 Outcome = dict[str, Any] | Exception
@@ -133,7 +134,7 @@ def verdict_of(plain: Outcome, torchs: Outcome, ours: Outcome) -> str:
         return REFUSED if "\n" not in str(ours) else RAISES
     if isinstance(ours, Exception):  # that torch goes on with wrong values is no better
         is_as_torch = type(ours) is type(torchs) or (isinstance(ours, RuntimeError) and not torch_is_right)
-        return AS_TORCH if is_as_torch else RAISES
+        return LOUD if is_as_torch else RAISES
     torch_raises = isinstance(torchs, Exception) and not isinstance(plain, Exception)
     return DIFFERS if torch_is_right or torch_raises else AS_TORCH
 
