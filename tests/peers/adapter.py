@@ -30,11 +30,15 @@ ONE_BACKWARD = "under selective one is only allowed to backward once"
 Outcome = dict[str, Any] | Exception
 
 
-class Put:
-    """Puts one way of saving memory on the models of a case."""
+class Verified(Exception):
+    """Ends a case with what ``memsave.verify`` says of its first step."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+
+class Put:
+    """Puts one way of saving memory on the models of a case, or has ``train`` verify it."""
+
+    def __init__(self, way: str, verifies: bool = False) -> None:
+        self.way, self.verifies = way, verifies
         self.models: list[nn.Module] = []
         self.undo: list[Callable[[], Any]] = []
 
@@ -58,6 +62,8 @@ class Put:
             for module in map(model.get_submodule, self.plan(model, None, blocks, found=found).blocks):
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
                 self.undo.append(partial(_take_off, module, module.forward))
+        elif self.verifies:
+            vars(model)["to_verify"] = self.plan(model, None, blocks, found=found)
         elif self.way != PLAIN:
             self.undo.append(memsave.apply_plan(model, self.plan(model, None, blocks, found=found)).remove)
         return model
@@ -79,9 +85,9 @@ def _take_off(module: nn.Module, forward: Any) -> None:
         del module.forward
 
 
-def outcome_of(case: Callable[[Put], Any], way: str) -> Outcome:
+def outcome_of(case: Callable[[Put], Any], way: str, verifies: bool = False) -> Outcome:
     """What ``case`` leaves, or the error that it ends with."""
-    put = Put(way)
+    put = Put(way, verifies)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -157,12 +163,18 @@ class Case:
             "torch": differing(plain, torchs) or "",
             "verdicts": verdicts,
             "differing": {strategy: said for strategy, said in words.items() if said},
+            "verify": {strategy: self._verified(strategy) for strategy in ours if verdicts[strategy] == AS_TORCH},
             "faults": [
                 f"{strategy}: {verdict}, not {self.expected[strategy]} ({words[strategy]})"
                 for strategy, verdict in verdicts.items()
                 if RANK[verdict] > RANK[self.expected[strategy]]
             ],
         }
+
+    def _verified(self, strategy: str) -> str:
+        """What ``memsave.verify`` says of the first step; some cases are more than a step."""
+        outcome = outcome_of(self.function, strategy, verifies=True)
+        return str(outcome) if isinstance(outcome, Verified) else "not tried"
 
 
 @dataclass
@@ -180,6 +192,32 @@ class Suite:
 
         def add(function: Callable[[Put], Any]) -> Callable[[Put], Any]:
             self.cases[function.__name__.strip("_")] = Case(function, of)
+            return function
+
+        return add
+
+    def layer(self, expected: str = SAME, *, parts: Any = dict, times: int = 1, **by: Any) -> Callable[..., Any]:
+        """Add the case of a model whose layers have the function as their forward."""
+        return self._case(lambda forward: stack(forward, parts=parts), times, expected, by)
+
+    def model(
+        self, expected: str = SAME, *, forward: Any = None, parts: Any = dict, times: int = 1, **by: Any
+    ) -> Callable[..., Any]:
+        """Add the case of a model that has the function as its own forward; ``forward`` is that of its layers."""
+        return self._case(lambda through: stack(forward or body, through, parts=parts), times, expected, by)
+
+    def layers(self, forwards: dict[str, Any], *expected: str, **by: Any) -> None:
+        """Add ``layer`` cases by their names."""
+        for name, forward in forwards.items():
+            self.layer(*expected, **by)(forward, name)
+
+    def _case(self, built: Callable[..., Any], times: int, expected: str, by: dict[str, Any]) -> Callable[..., Any]:
+        def add(function: Any, name: str = "") -> Any:
+            def case(put: Put) -> Any:
+                return train(put(built(function)), x(), times=times)
+
+            case.__name__ = name or function.__name__
+            self(expected, **by)(case)
             return function
 
         return add
@@ -255,9 +293,11 @@ def total(outputs: Any) -> Tensor:
 
 def train(model: Any, *args: Any, times: int = 1, **kwargs: Any) -> list[Tensor]:
     """The losses of forwards with backwards."""
-    losses = []
-    for _ in range(times):
-        loss = total(model(*args, **kwargs))
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
+
+    def step() -> Tensor:
+        (loss := total(model(*args, **kwargs))).backward()
+        return loss.detach()
+
+    if plan := vars(model).get("to_verify"):
+        raise Verified("passes" if memsave.verify(model, plan, step).passed else "finds it")
+    return [step() for _ in range(times)]

@@ -18,7 +18,7 @@ SUITES = {
     "contexts": "precision, hooks, modes, errors, threads (torch, fairscale, Accelerate)",
     "modules": "kinds of layers, settings of models (torch, diffusers, bitsandbytes)",
     "state": "state of layers and of the program (torch's `_composable` tests, timm, fairscale)",
-    "trainers": "the callback in Trainer, `memsave.prepare` with Accelerate (`test_trainer`, `test_sync`, `test_script`)",
+    "trainers": "the callback in Trainer, `memsave.prepare` with Accelerate (`test_trainer`, `test_sync`)",
     "transformers": "40 architectures with hidden states and attentions, adapters of peft (transformers' common tests)",
     "transforms": "`torch.func`, forward mode, `torch.compile` (torch)",
     "ranks": "DDP, FSDP2, tensor parallel layers on two ranks (torch)",
@@ -30,6 +30,8 @@ VERDICTS = {
     LOUD: "raises an error, as torch's checkpoint does; or it raises where torch goes on with wrong values",
     AS_TORCH: "other values without an error, in torch's checkpoint as well",
 }
+VERIFY = "--verify"
+BESIDE = {"torch", VERIFY}  # what a row has beside the verdicts of its strategies
 FAULTS = {DIFFERS: "other values, where torch is right or raises", RAISES: "an error, where torch is right"}
 INTRODUCTION = """# Suites of other projects
 
@@ -74,7 +76,7 @@ def page(results: dict) -> str:
 
 def _counts(suites: dict[str, dict[str, dict[str, str]]]) -> str:
     counts = {
-        name: Counter(verdict for row in rows.values() for way, verdict in row.items() if way != "torch")
+        name: Counter(verdict for row in rows.values() for way, verdict in row.items() if way not in BESIDE)
         for name, rows in suites.items()
     }
     faults = [verdict for verdict in FAULTS if any(count[verdict] for count in counts.values())]
@@ -86,8 +88,16 @@ def _counts(suites: dict[str, dict[str, dict[str, str]]]) -> str:
     whole = sum(counts.values(), Counter())
     cells = [sum(map(len, suites.values())), whole.total(), *(whole[verdict] for verdict in columns)]
     lines += [_row("all", *map(str, cells)), ""]
+    silent = [row[VERIFY] for rows in suites.values() for row in rows.values() if VERIFY in row]
     meanings = VERDICTS | {verdict: FAULTS[verdict] for verdict in faults}
     lines += ["*Tried* is a case under a strategy.", "", *(f"* *{name}*: {what}." for name, what in meanings.items())]
+    lines += [
+        "",
+        f"Of {len(silent)} cases that are *{AS_TORCH}*, `--verify` finds {silent.count('finds it')} in their first",
+    ]
+    lines += [
+        "step. The others are more than a step, or they change what is no result: prints, counts of calls, globals."
+    ]
     return "\n".join([*lines, "", ""])
 
 
@@ -99,12 +109,12 @@ def _suite(name: str, rows: dict[str, dict[str, str]]) -> str:
     if same:
         lines.append(f"The same under all strategies ({len(same)}): {', '.join(same)}.\n")
     if others:
-        ways = list(dict.fromkeys(way for row in others.values() for way in row))
+        ways = sorted({way: None for row in others.values() for way in row}, key=lambda way: way == VERIFY)
         lines += [
             _row("case", *(way if way == "torch" else f"`{way}`" for way in ways)),
             _row(*["---"] * (len(ways) + 1)),
         ]
-        lines += [_row(_words(case), *(row.get(way, "-") for way in ways)) for case, row in others.items()]
+        lines += [_row(_words(case), *(row.get(way, "") for way in ways)) for case, row in others.items()]
         lines.append("")
     return "\n".join([*lines, ""])
 

@@ -20,14 +20,11 @@ def keywords_that_need_gradients(put):
     return train(model, x(), scale=scale), scale.grad
 
 
-@suite()
-def state_as_a_keyword(put):
-    def through(self, x):
-        for block in self.blocks:
-            x = block(hidden=x)
-        return x
-
-    return train(put(stack(lambda self, hidden: body(self, hidden), through)), x())
+@suite.model(forward=lambda self, hidden: body(self, hidden))
+def state_as_a_keyword(self, x):
+    for block in self.blocks:
+        x = block(hidden=x)
+    return x
 
 
 @suite()
@@ -81,27 +78,21 @@ def list_as_first_argument_grows(put):
     return train(put(stack(appends, dense)), x())
 
 
-@suite(REFUSED)
-def list_as_first_keyword_grows(put):
-    def through(self, x):
-        features = [x]
-        for block in self.blocks:
-            block(features=features)
-        return torch.cat(features, 1)
-
-    return train(put(stack(appends, through)), x())
+@suite.model(REFUSED, forward=appends)
+def list_as_first_keyword_grows(self, x):
+    features = [x]
+    for block in self.blocks:
+        block(features=features)
+    return torch.cat(features, 1)
 
 
-@suite(REFUSED)
-def list_as_first_argument_is_popped(put):
-    def through(self, x):
-        waiting = [x * number for number in range(1, 5)]
-        out = 0
-        for block in self.blocks:
-            out = out + block(waiting)
-        return out, len(waiting)
-
-    return train(put(stack(lambda self, waiting: body(self, waiting.pop()), through)), x())
+@suite.model(REFUSED, forward=lambda self, waiting: body(self, waiting.pop()))
+def list_as_first_argument_is_popped(self, x):
+    waiting = [x * number for number in range(1, 5)]
+    out = 0
+    for block in self.blocks:
+        out = out + block(waiting)
+    return out, len(waiting)
 
 
 @suite()
@@ -159,29 +150,23 @@ def tensor_written_on_later(put, value):
     return train(put(stack(forward, through)), x())
 
 
-@suite(AS_TORCH)
-def mask_written_on_later(put):
-    def through(self, x):
-        mask = torch.ones(8)
-        for number, block in enumerate(self.blocks):
-            x = block(x, mask=mask)
-            mask[number] = 0
-        return x
-
-    return train(put(stack(lambda self, x, mask: body(self, torch.where(mask > 0, x, 0.1)), through)), x())
+@suite.model(AS_TORCH, forward=lambda self, x, mask: body(self, torch.where(mask > 0, x, 0.1)))
+def mask_written_on_later(self, x):
+    mask = torch.ones(8)
+    for number, block in enumerate(self.blocks):
+        x = block(x, mask=mask)
+        mask[number] = 0
+    return x
 
 
-@suite(AS_TORCH)
-def residual_written_on_later(put):
-    def through(self, x):
-        residual = torch.zeros_like(x)
-        for block in self.blocks:
-            h = block(x, residual)
-            residual += h.detach()
-            x = h
-        return x
-
-    return train(put(stack(lambda self, x, residual: body(self, x + residual), through)), x())
+@suite.model(AS_TORCH, forward=lambda self, x, residual: body(self, x + residual))
+def residual_written_on_later(self, x):
+    residual = torch.zeros_like(x)
+    for block in self.blocks:
+        h = block(x, residual)
+        residual += h.detach()
+        x = h
+    return x
 
 
 @suite.each({"number": lambda s: s.update(t=s["t"] + 0.25), "another tensor": lambda s: s.update(t=torch.ones(()))})
@@ -196,16 +181,13 @@ def dict_changed_later(put, value):
     return train(put(stack(lambda self, x, settings: scaled(self, x, settings["t"]), through)), x())
 
 
-@suite(AS_TORCH)
-def object_changed_later(put):
-    def through(self, x):
-        settings = SimpleNamespace(t=0.0)
-        for block in self.blocks:
-            x = block(x, settings)
-            settings.t += 0.25
-        return x
-
-    return train(put(stack(lambda self, x, settings: scaled(self, x, settings.t), through)), x())
+@suite.model(AS_TORCH, forward=lambda self, x, settings: scaled(self, x, settings.t))
+def object_changed_later(self, x):
+    settings = SimpleNamespace(t=0.0)
+    for block in self.blocks:
+        x = block(x, settings)
+        settings.t += 0.25
+    return x
 
 
 @suite(AS_TORCH)
@@ -222,67 +204,42 @@ def shared_buffer_changed_later(put):
     )
 
 
-@suite()
-def outputs_written_on(put):
-    def through(self, x):
-        for block in self.blocks:
-            x = block(x).add_(1)
-        return x
-
-    return train(put(stack(lambda self, x: self.l(torch.tanh(self.n(x))), through)), x())
+@suite.model(forward=lambda self, x: self.l(torch.tanh(self.n(x))))
+def outputs_written_on(self, x):
+    for block in self.blocks:
+        x = block(x).add_(1)
+    return x
 
 
-@suite(AS_TORCH)
-def saved_outputs_written_on(put):
-    def through(self, x):
-        for block in self.blocks:
-            x = block(x).mul_(2)
-        return x
-
-    return train(put(stack(through=through)), x())
+@suite.model(AS_TORCH)
+def saved_outputs_written_on(self, x):
+    for block in self.blocks:
+        x = block(x).mul_(2)
+    return x
 
 
-@suite()
-def outputs_that_are_views(put):
-    return train(put(stack(lambda self, x: body(self, x).view(2, 2, 8).transpose(0, 1).reshape(4, 8)[:])), x())
+@suite.model(forward=lambda self, x: (body(self, x), x[:2]))
+def a_view_of_the_input_is_written_on(self, x):
+    for block in self.blocks:
+        x, view = block(x)
+        view.detach().clone().mul_(2)
+    return x
 
 
-@suite()
-def a_view_of_the_input_is_written_on(put):
-    def through(self, x):
-        for block in self.blocks:
-            x, view = block(x)
-            view.detach().clone().mul_(2)
-        return x
-
-    return train(put(stack(lambda self, x: (body(self, x), x[:2]), through)), x())
+@suite.model(AS_TORCH, forward=lambda self, x: self.l(self.n(torch.tanh(x))))
+def inputs_written_on_after_the_layer(self, x):
+    for block in self.blocks:
+        start = x * 1
+        x = block(start)
+        start.add_(1)
+    return x
 
 
-@suite(AS_TORCH)
-def inputs_written_on_after_the_layer(put):
-    def through(self, x):
-        for block in self.blocks:
-            start = x * 1
-            x = block(start)
-            start.add_(1)
-        return x
-
-    return train(put(stack(lambda self, x: self.l(self.n(torch.tanh(x))), through)), x())
-
-
-@suite(AS_TORCH)
-def a_layer_saves_then_writes(put):
-    def forward(self, x):
-        y = self.l(self.n(x)).tanh()
-        y.mul_(2)
-        return y
-
-    return train(put(stack(forward)), x())
-
-
-@suite(AS_TORCH)
-def relu_in_place_of_a_saved_tensor(put):
-    return train(put(stack(lambda self, x: torch.relu_(torch.sigmoid(self.l(self.n(x)))))), x())
+@suite.layer(AS_TORCH)
+def a_layer_saves_then_writes(self, x):
+    y = self.l(self.n(x)).tanh()
+    y.mul_(2)
+    return y
 
 
 @suite(AS_TORCH, selective=REFUSED)
@@ -342,14 +299,11 @@ def a_list_of_pairs_by_the_name_of_a_cache(put):
     return train(model, x(), past_key_values=(seen := [])), seen
 
 
-@suite()
-def some_outputs_unused(put):
-    def through(self, x):
-        for block in self.blocks:
-            x, _ = block(x)
-        return x
-
-    return train(put(stack(lambda self, x: (body(self, x), self.l(x).exp()), through)), x())
+@suite.model(forward=lambda self, x: (body(self, x), self.l(x).exp()))
+def some_outputs_unused(self, x):
+    for block in self.blocks:
+        x, _ = block(x)
+    return x
 
 
 @suite()
@@ -416,6 +370,19 @@ def nested_tensor_jagged(put):
 @suite(SAME, selective=REFUSED)
 def written_in_a_copy(put):
     return train(put(stack(lambda self, x: self.l(self.n(x.clone().mul_(2).add_(1))))), x(grad=True))
+
+
+suite.layers(
+    {
+        "outputs_that_are_views": lambda self, x: body(self, x).view(2, 2, 8).transpose(0, 1).reshape(4, 8)[:],
+    },
+)
+suite.layers(
+    {
+        "relu_in_place_of_a_saved_tensor": lambda self, x: torch.relu_(torch.sigmoid(self.l(self.n(x)))),
+    },
+    AS_TORCH,
+)
 
 
 @pytest.mark.parametrize("name", suite.cases)

@@ -109,19 +109,11 @@ def outputs_of_several_branches(put):
     return train(put(stack(forward, through)), x())
 
 
-@suite()
-def no_gradients_inside(put):
-    def forward(self, x):
-        with torch.no_grad():
-            scale = body(self, x).mean()
-        return body(self, x) * scale
-
-    return train(put(stack(forward)), x())
-
-
-@suite()
-def detached_inside(put):
-    return train(put(stack(lambda self, x: body(self, x.detach()) + x.detach())), x())
+@suite.layer()
+def no_gradients_inside(self, x):
+    with torch.no_grad():
+        scale = body(self, x).mean()
+    return body(self, x) * scale
 
 
 @suite()
@@ -129,14 +121,11 @@ def everything_detached(put):
     return total((put(stack(lambda self, x: body(self, x).detach()))(x()), x(grad=True)))
 
 
-@suite()
-def hooks_on_tensors_inside(put):
-    def forward(self, x):
-        y = body(self, x)
-        y.register_hook(lambda grad: grad * 2)
-        return y * 1
-
-    return train(put(stack(forward)), x())
+@suite.layer()
+def hooks_on_tensors_inside(self, x):
+    y = body(self, x)
+    y.register_hook(lambda grad: grad * 2)
+    return y * 1
 
 
 @suite()
@@ -163,13 +152,10 @@ def saved_on_the_host_around(put):
         return train(put(stack()), x())
 
 
-@suite()
-def saved_on_the_host_inside(put):
-    def forward(self, x):
-        with torch.autograd.graph.save_on_cpu():
-            return body(self, x)
-
-    return train(put(stack(forward)), x())
+@suite.layer()
+def saved_on_the_host_inside(self, x):
+    with torch.autograd.graph.save_on_cpu():
+        return body(self, x)
 
 
 @suite.each({"around the forward": False, "around both": True})
@@ -228,11 +214,6 @@ class Doubled(torch.autograd.Function):
 @once()
 def own_function_that_reads_twice(put):
     return train(put(stack(lambda self, x: Cube.apply(body(self, x)))), x())
-
-
-@suite()
-def own_function_that_writes(put):
-    return train(put(stack(lambda self, x: Doubled.apply(self.l(torch.tanh(x))))), x())
 
 
 @suite(AS_TORCH)
@@ -360,14 +341,11 @@ def step_in_a_backward_hook(put):
     return loss
 
 
-@suite()
-def gradients_off_inside_the_model(put):
-    def through(self, x):
-        with torch.no_grad():
-            x = self.blocks[1](self.blocks[0](x))
-        return self.blocks[3](self.blocks[2](x))
-
-    return train(put(stack(through=through)), x())
+@suite.model()
+def gradients_off_inside_the_model(self, x):
+    with torch.no_grad():
+        x = self.blocks[1](self.blocks[0](x))
+    return self.blocks[3](self.blocks[2](x))
 
 
 @suite.each({"skipped": (0, 2), "repeated": (0, 0, 1, 1), "in circles": (0, 1, 0, 1), "backwards": (3, 2, 1, 0)})
@@ -417,6 +395,14 @@ def steps_of_lbfgs(put):
 @suite(strategies=("full", "selective"))
 def all_layers_as_one_block(put):
     return train(put(stack(), ["blocks"]), x())
+
+
+suite.layers(
+    {
+        "detached_inside": lambda self, x: body(self, x.detach()) + x.detach(),
+        "own_function_that_writes": lambda self, x: Doubled.apply(self.l(torch.tanh(x))),
+    },
+)
 
 
 @pytest.mark.parametrize("name", suite.cases)

@@ -283,7 +283,7 @@ class Sudden(BaseException):
     pass
 
 
-@suite.each({"error": ValueError, "interrupt": KeyboardInterrupt, "own": Sudden}, selective=AS_TORCH)
+@suite.each({"error": ValueError, "interrupt": KeyboardInterrupt, "own": Sudden})
 def error_in_the_second_run(put, value):
     runs = []
 
@@ -532,7 +532,7 @@ def hooks_that_replace_outputs_inside(put):
     return train(model, x())
 
 
-@suite(AS_TORCH)
+@suite()
 def pair_of_hooks_around_the_last_child(put):
     model = put(stack())
     model.level = 0
@@ -638,7 +638,7 @@ def spectral_norm(put, value):
     return train(put(model), x(), times=2)
 
 
-@suite(AS_TORCH)
+@suite()
 def parametrizations_cached_in_the_forward(put):
     model = stack()
     for block in model.blocks:

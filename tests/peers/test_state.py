@@ -126,7 +126,7 @@ def child_in_the_first_forward(self, x):
     return self.child(x)
 
 
-@suite(AS_TORCH)
+@suite()
 def module_made_in_the_first_forward(put):
     return train(put(stack(scales(child_in_the_first_forward))), x(), times=2)
 
@@ -308,16 +308,13 @@ def back_at_the_end_of_a_forward_that_is_late(put):
     return [train(model, x(), late=step >= 40) for step in range(43)], [block.depth for block in model.blocks]
 
 
-@suite()
-def back_at_the_end_by_finally(put):
-    def forward(self, x):
-        try:
-            self.depth += 1
-            return body(self, x) * self.depth
-        finally:
-            self.depth -= 1
-
-    return train(put(stack(forward, parts=lambda: {"depth": 0})), x(), times=3)
+@suite.layer(parts=lambda: {"depth": 0}, times=3)
+def back_at_the_end_by_finally(self, x):
+    try:
+        self.depth += 1
+        return body(self, x) * self.depth
+    finally:
+        self.depth -= 1
 
 
 # Attributes that the model sets on its layers.
@@ -327,30 +324,24 @@ def with_condition(self, x):
     return x + torch.tanh(self.l(self.n(x)) * self.condition)
 
 
-@suite(REFUSED)
-def condition_set_on_the_layers_between_two_forwards(put):
-    def through(self, x):
-        outputs = []
-        for scale in (1.0, 3.0):
-            for block in self.blocks:
-                block.condition = scale
-            outputs.append(in_turn(self, x))
-        return outputs[0] * 2 - outputs[1]
-
-    return train(put(stack(with_condition, through, parts=lambda: {"condition": 1.0})), x())
+@suite.model(REFUSED, forward=with_condition, parts=lambda: {"condition": 1.0})
+def condition_set_on_the_layers_between_two_forwards(self, x):
+    outputs = []
+    for scale in (1.0, 3.0):
+        for block in self.blocks:
+            block.condition = scale
+        outputs.append(in_turn(self, x))
+    return outputs[0] * 2 - outputs[1]
 
 
-@suite(REFUSED)
-def tensor_set_on_the_layers_between_two_forwards(put):
-    def through(self, x):
-        outputs = []
-        for number in (0, 1):
-            for block in self.blocks:
-                block.condition = x[number]
-            outputs.append(in_turn(self, x))
-        return outputs[0] * 2 - outputs[1]
-
-    return train(put(stack(with_condition, through, parts=lambda: {"condition": None})), x())
+@suite.model(REFUSED, forward=with_condition, parts=lambda: {"condition": None})
+def tensor_set_on_the_layers_between_two_forwards(self, x):
+    outputs = []
+    for number in (0, 1):
+        for block in self.blocks:
+            block.condition = x[number]
+        outputs.append(in_turn(self, x))
+    return outputs[0] * 2 - outputs[1]
 
 
 @suite(REFUSED)
@@ -363,16 +354,13 @@ def attribute_set_between_forward_and_backward(put):
     return loss
 
 
-@suite(REFUSED)
-def attribute_set_by_the_model_each_forward(put):
-    def through(self, x):
-        for number, block in enumerate(self.blocks):
-            block.condition = number + 1.0
-            x = block(x)
-            block.condition = None
-        return x
-
-    return train(put(stack(with_condition, through, parts=lambda: {"condition": None})), x(), times=2)
+@suite.model(REFUSED, forward=with_condition, parts=lambda: {"condition": None}, times=2)
+def attribute_set_by_the_model_each_forward(self, x):
+    for number, block in enumerate(self.blocks):
+        block.condition = number + 1.0
+        x = block(x)
+        block.condition = None
+    return x
 
 
 @suite(AS_TORCH)
@@ -531,12 +519,9 @@ def instance_norm_that_tracks(put):
     return train(put(stack(parts=parts)), x(2, 8, 5), times=2)
 
 
-@suite(REFUSED)
-def functional_batchnorm_on_buffers(put):
-    def forward(self, x):
-        return body(self, F.batch_norm(x, self.m, self.v, training=True))
-
-    return train(put(stack(forward, parts=lambda: {"m": torch.zeros(8), "v": torch.ones(8)})), x(), times=2)
+@suite.layer(REFUSED, parts=lambda: {"m": torch.zeros(8), "v": torch.ones(8)}, times=2)
+def functional_batchnorm_on_buffers(self, x):
+    return body(self, F.batch_norm(x, self.m, self.v, training=True))
 
 
 @suite()
@@ -595,7 +580,7 @@ def auxiliary_loss_on_the_layer(put, value):
 LOSSES = []
 
 
-@suite(AS_TORCH)
+@suite()
 def auxiliary_loss_in_a_global_list(put):
     def forward(self, x):
         LOSSES.append(self.l(x).square().mean())

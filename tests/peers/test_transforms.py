@@ -223,7 +223,7 @@ def evaluation_of_a_compiled_model(put):
         return compiled("aot_eager")(model)(x())
 
 
-@suite(AS_TORCH)
+@suite(REFUSED)
 def traced_with_gradients(put):
     return torch.jit.trace(put(stack(residual)), x())(x().flip(1))
 
