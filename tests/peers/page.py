@@ -6,9 +6,9 @@ Given the rows of a run, it first keeps their verdicts in docs/results/peer_suit
 import json
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from peers.adapter import AS_TORCH, BETTER, DIFFERS, LOUD, RAISES, REFUSED, SAME
 
 RESULTS, PAGE = Path("docs/results/peer_suites.json"), Path("docs/peer_suites.md")
@@ -30,6 +30,7 @@ VERDICTS = {
     LOUD: "raises an error, as torch's checkpoint does; or it raises where torch goes on with wrong values",
     AS_TORCH: "other values without an error, in torch's checkpoint as well",
 }
+VERSIONS = ("torch", "transformers", "accelerate", "peft")
 VERIFY = "--verify"
 BESIDE = {"torch", VERIFY}  # what a row has beside the verdicts of its strategies
 FAULTS = {DIFFERS: "other values, where torch is right or raises", RAISES: "an error, where torch is right"}
@@ -41,6 +42,7 @@ case without a plan, under `torch.utils.checkpoint` around the same blocks (for 
 and under each strategy. It compares losses, outputs, gradients, buffers and random states bit for bit.
 
 """
+OTHERS = "The others are more than one step, or change no result of it: prints, counts of calls, global variables."
 LEFT_OUT = """## Not ours
 
 * DeepSpeed's and fairscale's own offload, pipelines and partitioned activations; tests that need CUDA.
@@ -53,12 +55,14 @@ LEFT_OUT = """## Not ours
 def kept(rows: list[dict]) -> dict:
     """Of the rows of a run, what the page needs."""
     return {
-        "versions": {"torch": torch.__version__.partition("+")[0]},
-        "suites": {
-            suite: {row["case"]: {"torch": _of_torch(row), **row["verdicts"]} for row in rows if row["suite"] == suite}
-            for suite in SUITES
-        },
+        "versions": {name: version(name).partition("+")[0] for name in VERSIONS},
+        "suites": {suite: {row["case"]: _kept(row) for row in rows if row["suite"] == suite} for suite in SUITES},
     }
+
+
+def _kept(row: dict) -> dict[str, str]:
+    found = sorted(set(row["verify"].values()))
+    return {"torch": _of_torch(row), **row["verdicts"]} | ({VERIFY: ", ".join(found)} if found else {})
 
 
 def _of_torch(row: dict) -> str:
@@ -71,7 +75,9 @@ def _of_torch(row: dict) -> str:
 def page(results: dict) -> str:
     """The page for the content of docs/results/peer_suites.json."""
     suites = results["suites"]
-    return "".join([INTRODUCTION, _counts(suites), LEFT_OUT, *(_suite(name, suites[name]) for name in SUITES)])
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    parts = [INTRODUCTION, f"Versions: {versions}.\n\n", _counts(suites), LEFT_OUT]
+    return "".join([*parts, *(_suite(name, suites[name]) for name in SUITES)])
 
 
 def _counts(suites: dict[str, dict[str, dict[str, str]]]) -> str:
@@ -91,12 +97,10 @@ def _counts(suites: dict[str, dict[str, dict[str, str]]]) -> str:
     silent = [row[VERIFY] for rows in suites.values() for row in rows.values() if VERIFY in row]
     meanings = VERDICTS | {verdict: FAULTS[verdict] for verdict in faults}
     lines += ["*Tried* is a case under a strategy.", "", *(f"* *{name}*: {what}." for name, what in meanings.items())]
+    found = silent.count("finds it")
     lines += [
         "",
-        f"Of {len(silent)} cases that are *{AS_TORCH}*, `--verify` finds {silent.count('finds it')} in their first",
-    ]
-    lines += [
-        "step. The others are more than a step, or they change what is no result: prints, counts of calls, globals."
+        f"Of {len(silent)} cases that are *{AS_TORCH}*, `--verify` finds {found} in their first step. {OTHERS}",
     ]
     return "\n".join([*lines, "", ""])
 
