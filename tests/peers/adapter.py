@@ -136,9 +136,10 @@ def verdict_of(plain: Outcome, torchs: Outcome, ours: Outcome) -> str:
     torch_is_right = differing(plain, torchs) is None
     if differing(plain, ours) is None:
         return SAME if torch_is_right else BETTER
-    if isinstance(ours, InputError) or ONE_BACKWARD in str(ours):
-        return REFUSED if "\n" not in str(ours) else RAISES
-    if isinstance(ours, Exception):  # that torch goes on with wrong values is no better
+    if isinstance(ours, Exception):
+        if isinstance(ours, InputError) or ONE_BACKWARD in str(ours):
+            return REFUSED if "\n" not in str(ours) else RAISES
+        # That torch goes on with wrong values is no better than an error.
         is_as_torch = type(ours) is type(torchs) or (isinstance(ours, RuntimeError) and not torch_is_right)
         return LOUD if is_as_torch else RAISES
     torch_raises = isinstance(torchs, Exception) and not isinstance(plain, Exception)
@@ -147,10 +148,11 @@ def verdict_of(plain: Outcome, torchs: Outcome, ours: Outcome) -> str:
 
 @dataclass
 class Case:
-    """A function of ``put``, and the worst verdict that is right for each strategy."""
+    """A function of ``put``, the worst verdict that is right for each strategy, and what plain raises, if anything."""
 
     function: Callable[[Put], Any]
     expected: dict[str, str]
+    raises: type[Exception] | None = None
 
     def row(self) -> dict[str, Any]:
         """The verdicts, in words what is not the same, and which verdicts are worse than expected."""
@@ -158,6 +160,7 @@ class Case:
         ours = {strategy: outcome_of(self.function, strategy) for strategy in self.expected}
         verdicts = {strategy: verdict_of(plain, torchs, one) for strategy, one in ours.items()}
         words = {strategy: differing(plain, one) for strategy, one in ours.items()}
+        is_plain = isinstance(plain, self.raises) if self.raises else not isinstance(plain, Exception)
         return {
             "plain": differing({}, plain) if isinstance(plain, Exception) else "",
             "torch": differing(plain, torchs) or "",
@@ -168,7 +171,8 @@ class Case:
                 f"{strategy}: {verdict}, not {self.expected[strategy]} ({words[strategy]})"
                 for strategy, verdict in verdicts.items()
                 if RANK[verdict] > RANK[self.expected[strategy]]
-            ],
+            ]
+            + ([] if is_plain else [f"plain: {plain!r}, not {self.raises}"]),
         }
 
     def _verified(self, strategy: str) -> str:
@@ -184,14 +188,20 @@ class Suite:
     cases: dict[str, Case] = field(default_factory=dict)
 
     def __call__(
-        self, expected: str = SAME, *, joint: str | None = None, strategies: Iterable[str] = STRATEGIES, **by: str
+        self,
+        expected: str = SAME,
+        *,
+        joint: str | None = None,
+        strategies: Iterable[str] = STRATEGIES,
+        raises: type[Exception] | None = None,
+        **by: str,
     ) -> Callable[[Callable[[Put], Any]], Callable[[Put], Any]]:
-        """Add a case; ``joint`` is expected of plans that join blocks."""
+        """Add a case; ``joint`` is expected of plans that join blocks, and plain ``raises``."""
         of = {strategy: joint or expected if ":" in strategy else expected for strategy in strategies}
         of |= {strategy: by[word] for strategy in of if (word := strategy.partition(":")[0]) in by}
 
         def add(function: Callable[[Put], Any]) -> Callable[[Put], Any]:
-            self.cases[function.__name__.strip("_")] = Case(function, of)
+            self.cases[function.__name__.strip("_")] = Case(function, of, raises)
             return function
 
         return add
@@ -206,17 +216,12 @@ class Suite:
         """Add the case of a model that has the function as its own forward; ``forward`` is that of its layers."""
         return self._case(lambda through: stack(forward or body, through, parts=parts), times, expected, by)
 
-    def layers(self, forwards: dict[str, Any], *expected: str, **by: Any) -> None:
-        """Add ``layer`` cases by their names."""
-        for name, forward in forwards.items():
-            self.layer(*expected, **by)(forward, name)
-
     def _case(self, built: Callable[..., Any], times: int, expected: str, by: dict[str, Any]) -> Callable[..., Any]:
-        def add(function: Any, name: str = "") -> Any:
+        def add(function: Any) -> Any:
             def case(put: Put) -> Any:
                 return train(put(built(function)), x(), times=times)
 
-            case.__name__ = name or function.__name__
+            case.__name__ = function.__name__
             self(expected, **by)(case)
             return function
 

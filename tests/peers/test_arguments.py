@@ -211,7 +211,7 @@ def outputs_written_on(self, x):
     return x
 
 
-@suite.model(AS_TORCH)
+@suite.model(AS_TORCH, raises=RuntimeError)
 def saved_outputs_written_on(self, x):
     for block in self.blocks:
         x = block(x).mul_(2)
@@ -235,7 +235,12 @@ def inputs_written_on_after_the_layer(self, x):
     return x
 
 
-@suite.layer(AS_TORCH)
+@suite.layer(AS_TORCH, raises=RuntimeError)
+def relu_in_place_of_a_saved_tensor(self, x):
+    return torch.relu_(torch.sigmoid(self.l(self.n(x))))
+
+
+@suite.layer(AS_TORCH, raises=RuntimeError)
 def a_layer_saves_then_writes(self, x):
     y = self.l(self.n(x)).tanh()
     y.mul_(2)
@@ -372,17 +377,9 @@ def written_in_a_copy(put):
     return train(put(stack(lambda self, x: self.l(self.n(x.clone().mul_(2).add_(1))))), x(grad=True))
 
 
-suite.layers(
-    {
-        "outputs_that_are_views": lambda self, x: body(self, x).view(2, 2, 8).transpose(0, 1).reshape(4, 8)[:],
-    },
-)
-suite.layers(
-    {
-        "relu_in_place_of_a_saved_tensor": lambda self, x: torch.relu_(torch.sigmoid(self.l(self.n(x)))),
-    },
-    AS_TORCH,
-)
+@suite.layer()
+def outputs_that_are_views(self, x):
+    return body(self, x).view(2, 2, 8).transpose(0, 1).reshape(4, 8)[:]
 
 
 @pytest.mark.parametrize("name", suite.cases)

@@ -34,7 +34,7 @@ def graph_kept_for_nobody(put):
     return torch.autograd.grad(loss, loss, retain_graph=True), loss
 
 
-@suite()
+@suite(raises=RuntimeError)
 def second_backward_through_a_freed_graph(put):
     loss = total(put(stack())(x()))
     loss.backward()
@@ -397,12 +397,14 @@ def all_layers_as_one_block(put):
     return train(put(stack(), ["blocks"]), x())
 
 
-suite.layers(
-    {
-        "detached_inside": lambda self, x: body(self, x.detach()) + x.detach(),
-        "own_function_that_writes": lambda self, x: Doubled.apply(self.l(torch.tanh(x))),
-    },
-)
+@suite.layer()
+def detached_inside(self, x):
+    return body(self, x.detach()) + x.detach()
+
+
+@suite.layer()
+def own_function_that_writes(self, x):
+    return Doubled.apply(self.l(torch.tanh(x)))
 
 
 @pytest.mark.parametrize("name", suite.cases)

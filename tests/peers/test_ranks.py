@@ -40,12 +40,14 @@ def without_the_last(self, x, number=3):
     return x
 
 
-@suite.each({"find unused": {"find_unused_parameters": True}, "": {}})
+@suite.each({"": {}}, raises=RuntimeError)
+@suite.each({"find unused": FLAGS["find unused"]})
 def ddp_of_layers_that_are_not_used(put, value):
     return train(Ddp(put(stack(through=without_the_last)), **value), mine(), times=2)
 
 
-@suite.each({"find unused": {"find_unused_parameters": True}, "": {}})
+@suite.each({"": {}}, raises=RuntimeError)
+@suite.each({"find unused": FLAGS["find unused"]})
 def ddp_of_layers_that_are_used_in_turns(put, value):
     model = Ddp(put(stack(through=without_the_last)), **value)
     return [train(model, mine(), number=number) for number in (3, 2, 4)]
@@ -68,7 +70,8 @@ def ddp_of_batchnorm_and_dropout(put):
     return losses
 
 
-@suite.each({"": {}, "static": {"static_graph": True}})
+@suite.each({"static": FLAGS["static"]}, raises=RuntimeError)
+@suite.each({"": {}})
 def ddp_that_accumulates(put, value):
     model = Ddp(put(stack()), **value)
     losses = []
