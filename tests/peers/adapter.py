@@ -6,6 +6,7 @@ returns what is to be compared, beside the gradients and buffers of the model an
 
 import random
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -296,11 +297,15 @@ def total(outputs: Any) -> Tensor:
     return torch.stack([one.float().square().sum() for one in tensors]).sum()
 
 
-def train(model: Any, *args: Any, times: int = 1, **kwargs: Any) -> list[Tensor]:
-    """The losses of forwards with backwards."""
+def train(model: Any, *args: Any, times: int = 1, within: Any = nullcontext, between: Any = None, **kwargs: Any) -> Any:
+    """The losses of steps: forwards ``within()`` a context, what is done ``between`` them and backwards."""
 
     def step() -> Tensor:
-        (loss := total(model(*args, **kwargs))).backward()
+        with within():
+            loss = total(model(*args, **kwargs))
+        if between:
+            between()
+        loss.backward()
         return loss.detach()
 
     if plan := vars(model).get("to_verify"):

@@ -7,6 +7,7 @@ import io
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -20,32 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 suite = Suite()
-half = torch.autocast("cpu", torch.bfloat16)
+half = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 @suite.each({"bfloat16": torch.bfloat16, "float16": torch.float16})
 def autocast_of_the_forward(put, value):
-    model = put(stack())
-    with torch.autocast("cpu", value):
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(stack()), x(), within=lambda: torch.autocast("cpu", value))
 
 
 @suite()
 def autocast_of_the_backward_too(put):
     model = put(stack())
-    with half:
+    with half():
         return train(model, x(), times=2)
 
 
 @suite()
 def autocast_without_its_cache(put):
-    model = put(stack())
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(stack()), x(), within=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
 
 
 @suite()
@@ -55,7 +48,7 @@ def autocast_off_inside_a_layer(put):
             return torch.tanh(self.n(x.float())) + self.l(x)
 
     model = put(stack(forward))
-    with half:
+    with half():
         return train(model, x())
 
 
@@ -103,11 +96,7 @@ def shared(order):
 
 @suite.each({"0101": (0, 1, 0, 1), "0123021": (0, 1, 2, 3, 0, 2, 1), "0012": (0, 0, 1, 2)}, REFUSED)
 def layer_used_twice_under_autocast(put, value):
-    model = put(shared(value))
-    with half:
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(shared(value)), x(), within=half)
 
 
 @suite(REFUSED)
@@ -115,17 +104,13 @@ def weights_shared_between_layers_under_autocast(put):
     model = stack()
     for block in model.blocks[1:]:
         block.l = model.blocks[0].l
-    put(model)
-    with half:
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(model), x(), within=half)
 
 
 @suite(REFUSED)
 def autocast_around_two_forwards(put):
     model = put(stack())
-    with half:
+    with half():
         loss = total([model(x()), model(x().flip(1))])
     loss.backward()
     return loss
@@ -137,11 +122,7 @@ def attention_kernel_of_the_forward(put, value):
         q = self.l(self.n(x)).view(1, 2, 4, 4)
         return x + F.scaled_dot_product_attention(q, q, q).reshape(4, 8)
 
-    model = put(stack(forward))
-    with torch.nn.attention.sdpa_kernel(value):
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(stack(forward)), x(), within=lambda: torch.nn.attention.sdpa_kernel(value))
 
 
 @suite(AS_TORCH)
@@ -158,11 +139,7 @@ def default_dtype_of_the_forward(put):
 
 @suite()
 def default_device_of_the_forward(put):
-    model = put(stack(lambda self, x: body(self, x) + torch.zeros(8)))
-    with torch.device("cpu"):
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(stack(lambda self, x: body(self, x) + torch.zeros(8))), x(), within=lambda: torch.device("cpu"))
 
 
 @suite(AS_TORCH)
@@ -589,20 +566,12 @@ class Watches(TorchDispatchMode):
 
 @suite(AS_TORCH)
 def function_mode_of_the_forward(put):
-    model = put(stack(lambda self, x: self.l(torch.tanh(self.n(x)))))
-    with Doubles():
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(stack(lambda self, x: self.l(torch.tanh(self.n(x))))), x(), within=Doubles)
 
 
 @suite.each({"own": Watches, "flops": lambda: FlopCounterMode(display=False)})
 def dispatch_mode_of_the_forward(put, value):
-    model = put(stack())
-    with value():
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(stack()), x(), within=value)
 
 
 @suite()
@@ -643,11 +612,7 @@ def parametrizations_cached_in_the_forward(put):
     model = stack()
     for block in model.blocks:
         parametrizations.weight_norm(block.l)
-    put(model)
-    with parametrize.cached():
-        loss = total(model(x()))
-    loss.backward()
-    return loss
+    return train(put(model), x(), within=parametrize.cached)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -366,28 +366,19 @@ def attribute_set_by_the_model_each_forward(self, x):
 @suite(AS_TORCH)
 def evaluation_between_forward_and_backward(put):
     model = put(stack(lambda self, x: F.dropout(body(self, x), 0.3, training=self.training)))
-    loss = total(model(x()))
-    model.eval()
-    loss.backward()
-    return loss
+    return train(model, x(), between=model.eval)
 
 
 @suite(REFUSED)
 def evaluation_between_forward_and_backward_same_shapes(put):
     model = put(stack(lambda self, x: body(self, x) * torch.tensor(2.0 if self.training else 1.0)))
-    loss = total(model(x()))
-    model.eval()
-    loss.backward()
-    return loss
+    return train(model, x(), between=model.eval)
 
 
 @suite(AS_TORCH)
 def evaluation_between_forward_and_backward_of_batchnorm(put):
     model = put(stack(parts=lambda: {"n": nn.BatchNorm1d(8)}))
-    loss = total(model(x()))
-    model.eval()
-    loss.backward()
-    return loss
+    return train(model, x(), between=model.eval)
 
 
 @suite(AS_TORCH)
@@ -403,10 +394,7 @@ def weights_thaw_between_forward_and_backward(put):
 @suite(AS_TORCH)
 def weights_freeze_between_forward_and_backward(put):
     model = put(stack())
-    loss = total(model(x()))
-    model.blocks.requires_grad_(False)
-    loss.backward()
-    return loss
+    return train(model, x(), between=lambda: model.blocks.requires_grad_(False))
 
 
 def weights_change_between_forward_and_backward(put, value):
