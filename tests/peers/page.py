@@ -98,10 +98,7 @@ def _counts(suites: dict[str, dict[str, dict[str, str]]]) -> str:
     meanings = VERDICTS | {verdict: FAULTS[verdict] for verdict in faults}
     lines += ["*Tried* is a case under a strategy.", "", *(f"* *{name}*: {what}." for name, what in meanings.items())]
     found = silent.count("finds it")
-    lines += [
-        "",
-        f"Of {len(silent)} cases that are *{AS_TORCH}*, `--verify` finds {found} in their first step. {OTHERS}",
-    ]
+    lines += ["", f"Of {len(silent)} cases that are *{AS_TORCH}*, `--verify` finds {found} in the first step.", OTHERS]
     return "\n".join([*lines, "", ""])
 
 
