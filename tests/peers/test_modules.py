@@ -12,6 +12,8 @@ from kornia.augmentation import RandomHorizontalFlip
 from peers.adapter import PLAIN, REFUSED, TORCH, Suite, body, in_turn, stack, train, x
 from torch import nn
 
+import memsave_recipes as memsave
+
 suite = Suite()
 residual = lambda self, x: x + self.part(body(self, x))  # noqa: E731
 
@@ -234,7 +236,7 @@ def config_of_the_model(put, value):
     """Planned with a batch, which runs the model."""
     model = stack(config=value)
     if put.way not in (PLAIN, TORCH):
-        put.plan(model, x())
+        memsave.make_plan(model, x(), strategy="budget:bitwise", budget_gib=1, blocks=put.plan(model, x()).blocks)
     return train(put(model), x(), times=2), model.config is value
 
 
