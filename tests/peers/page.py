@@ -135,7 +135,7 @@ def main(measured: str = "") -> None:
     """Write the page, of the rows in the file ``measured`` if there is one."""
     if measured:
         results = kept(json.loads(Path(measured).read_text(encoding="utf-8")))
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        RESULTS.write_text(json.dumps(results).replace("}, ", "},\n") + "\n", encoding="utf-8")  # a row a line
     PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
