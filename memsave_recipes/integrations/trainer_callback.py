@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.errors import InputError
 from memsave_recipes.integrations.planned_training import (
+    PREFIX,
     MicroBatch,
     PlannedTraining,
     PlanningCallback,
@@ -23,6 +24,7 @@ from memsave_recipes.planner.make_plan import torch_optimizer
 from memsave_recipes.profiling.preserve_state import replaced
 from memsave_recipes.step.host_state import is_on_host, keep_state_on_host
 from memsave_recipes.step.host_step import HostMasters, masters_of, scale_on_host, step_on_host
+from memsave_recipes.text import ProgressBar
 
 OFFLOADS = ("none", "state", "step")
 SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
@@ -87,7 +89,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
             others=_other_models(trainer),
             owners=[trainer],
         )
-        step = _removing_on_error(self, trainer.training_step)
+        step = _removing_on_error(self, trainer.training_step, searches=args.auto_find_batch_size)
         patches = self.training.on_remove
         patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
         patches.enter_context(replaced(trainer, "training_step", step))
@@ -163,14 +165,23 @@ def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]
     return planned_loss
 
 
-def _removing_on_error(callback: MemsaveCallback, training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``training_step`` that removes the plan where it fails."""
+def _removing_on_error(
+    callback: MemsaveCallback, training_step: Callable[..., Any], *, searches: bool
+) -> Callable[..., Any]:
+    """Return ``training_step`` that removes the plan where it fails.
+
+    Args:
+        searches: whether the trainer tries a smaller batch (``auto_find_batch_size``) if this one is out of memory.
+    """
 
     def guarded_step(*args: Any, **named: Any) -> Any:
         try:
             return training_step(*args, **named)
-        except BaseException:
+        except BaseException as error:
             callback.remove()
+            if searches and isinstance(error, InputError) and str(error).startswith("budget_gib"):
+                ProgressBar.write(f"{PREFIX}{error}")
+                raise torch.OutOfMemoryError("MemsaveCallback: no plan fits, so it is out of memory.") from error
             raise
 
     return guarded_step

@@ -234,7 +234,9 @@ def _planned(
         found = ranks.of_first(partial(choose, host_budget_bytes=host_budget_bytes))
         tried = ranks.attempt(partial(step_bytes, found, static, workload.model, workload.forward, device))
         if tried is None:
-            raise torch.OutOfMemoryError(f"budget_gib {to_gib(budget_bytes):g}: the device has less memory than that")
+            raise torch.OutOfMemoryError(
+                f"budget_gib {to_gib(budget_bytes):g}: the device is out of memory. It has less"
+            )
         needed = ranks.largest(tried)
         if needed <= budget_bytes:
             return found
@@ -262,7 +264,7 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: ProgressBar, 
         host_budget_bytes=usable_host_bytes(workload.device),
     )
     if measured is None:
-        raise torch.OutOfMemoryError("there is no memory to measure this batch: make it smaller")
+        raise torch.OutOfMemoryError("measuring this batch ran out of memory. Make it smaller")
     return measured
 
 

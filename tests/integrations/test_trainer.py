@@ -163,6 +163,34 @@ def test_a_second_training_is_planned_anew(tmp_path):
     nothing_is_left(run)
 
 
+class Full(LlamaForCausalLM):
+    fits = 4
+
+    def forward(self, input_ids=None, **others):
+        if self.training and len(input_ids) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(input_ids=input_ids, **others)
+
+
+@pytest.mark.parametrize(("budget_gib", "kind"), [(BUDGET_GIB, LlamaForCausalLM), (1.0, Full)])
+def test_a_batch_that_does_not_fit_is_made_smaller(budget_gib, kind, tmp_path, capsys, monkeypatch):
+    def searched(kind, *callbacks):
+        model = llama()
+        model.__class__ = kind
+        searching = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "max_steps": 2}
+        return trained(tmp_path, callbacks, model=model, **searching)
+
+    run = searched(kind, memsave.MemsaveCallback(budget_gib=budget_gib))
+    nothing_is_left(run)
+    assert run._train_batch_size < 8
+    monkeypatch.setattr(Full, "fits", run._train_batch_size)
+    plain = searched(Full)
+    assert plain._train_batch_size == run._train_batch_size
+    assert not differing(weights_of(run.model), weights_of(plain.model))
+    printed = capsys.readouterr()
+    assert ("is too small for any plan" in printed.out + printed.err) is (kind is LlamaForCausalLM)
+
+
 def test_what_is_saved_is_as_ever(tmp_path, plain):
     trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], save_strategy="steps", save_steps=4)
     saved = type(llama()).from_pretrained(tmp_path / "checkpoint-4")
