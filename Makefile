@@ -90,7 +90,7 @@ ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not
 OF_DEVICES := tests/test_losses.py tests/models/test_varlen.py tests/planner/test_on_a_device.py \
 	tests/activations/test_offload.py::test_on_an_accelerator tests/activations/test_tiles.py::test_on_a_gpu \
 	$(patsubst %,tests/activations/test_compiled_%.py,documents loss) \
-	$(patsubst %,tests/training/test_host_%.py,state step) \
+	$(patsubst %,tests/training/test_host_%.py,state step step_loops) \
 	$(patsubst %,tests/profiling/test_%.py,breakdown device_memory) \
 	$(patsubst %,tests/integrations/test_%.py,lightning trainer trl) \
 	$(patsubst %,tests/recipes/test_%.py,auto_micro_batch bitwise_topology global_batchnorm image_classification) \

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from memsave_recipes.checkpoints.shard_files import NAME, read_shards, shards_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
+from memsave_recipes.step import host_step
 from memsave_recipes.step.host_state import copies_on_host
 from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.text import MIB
@@ -204,7 +205,7 @@ class TrainState:
         def owner(name: str) -> Tensor | None:
             stem, _, key = name.partition(".")
             match [stem, *key.split(".")]:
-                case ["optimizer", "state", number, *_]:
+                case ["optimizer", "state" | host_step.MASTERS, number, *_]:
                     return stepped[int(number)]
                 case ["average", "tensors", *names]:
                     return weights.get(".".join(names))
@@ -220,11 +221,12 @@ class TrainState:
     def _cut_up_state(self, saved: PyTree) -> None:
         """Cut whole state of an optimizer into shards, where its parameters are in shards."""
         stepped = self._stepped
-        for number, entry in saved["state"].items() if self.is_sharded else ():
-            parameter = stepped[number]
+        entries = [(entry, dict.fromkeys(entry, stepped[number])) for number, entry in saved["state"].items()]
+        entries.append((saved.get(host_step.MASTERS, {}), dict(enumerate(stepped))))
+        for entry, parameters in entries if self.is_sharded else ():
             for key, value in entry.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    entry[key] = cut_like(value, parameter)
+                if isinstance(value, Tensor) and value.shape == parameters[key].shape:
+                    entry[key] = cut_like(value, parameters[key])
 
     def _trees(self) -> dict[str, PyTree]:
         frozen = self._frozen()

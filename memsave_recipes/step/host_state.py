@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from memsave_recipes.activations.offload import HOST_MEMORY, Copies, SideStream
 from memsave_recipes.errors import InputError
@@ -277,8 +277,9 @@ class _OptimizerOnHost(Optimizer):
 
 def _large_ones(entry: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """The tensors in an entry of a saved state that may wait on the host, in the dtype that torch loads them in."""
-    found = {key: value for key, value in entry.items() if isinstance(value, Tensor) and waits(local(value))}
-    return {key: value.to(parameter.dtype) if value.is_floating_point() else value for key, value in found.items()}
+    found = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
+    cast = {key: value.to(parameter.dtype) if value.is_floating_point() else value for key, value in found.items()}
+    return {key: value for key, value in cast.items() if waits(local(value))}
 
 
 def keep_state_on_host(optimizer: Optimizer) -> None:
@@ -290,9 +291,12 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
         optimizer: torch's own, before a schedule or another wrapper takes it, with parameters that are on the device.
 
     Raises:
-        InputError: a schedule has taken its ``step`` already.
+        InputError: ``step_on_host`` or a schedule has taken it already, or it steps all parameters at once.
     """
-    device = optimizer.param_groups[0]["params"][0].device
+    if is_on_host(optimizer):
+        return
+    refuse_unfit(optimizer)
+    device = first_device(optimizer)
     if may_leave(device):
         move_state(optimizer, StateOnHost(device, SideStream(device), SideStream(device)))
 
@@ -315,8 +319,26 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer]:
     return optimizer.kind if isinstance(optimizer, _OptimizerOnHost) else type(optimizer)
 
 
-def refuse_scheduled(optimizer: Optimizer) -> None:
-    """Raise ``InputError`` where a schedule has taken the ``step`` of ``optimizer``."""
+def first_device(optimizer: Optimizer) -> torch.device:
+    """The device of its first parameter.
+
+    Raises:
+        InputError: it has none.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return local(parameter).device
+    raise InputError("offload_optimizer: the optimizer has no parameters: make it of those of the model")
+
+
+def refuse_unfit(optimizer: Optimizer) -> None:
+    """Raise ``InputError`` where something has taken the ``step`` of ``optimizer``, or that takes no pieces."""
+    if isinstance(optimizer, LBFGS):
+        raise InputError("offload_optimizer: LBFGS steps all parameters at once: leave it on the device")
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise InputError("offload_optimizer: the optimizer is wrapped already: pass it before prepare or setup")
+    if is_on_host(optimizer) or hasattr(optimizer, "masters"):
+        raise InputError("offload_optimizer: keep_state_on_host and step_on_host exclude each other: call one of them")
     if "step" in vars(optimizer):
         raise InputError(
             "offload_optimizer: a schedule holds the optimizer's step already: keep its state on the host before the "
@@ -330,7 +352,7 @@ def move_state(optimizer: Optimizer, on_host: StateOnHost) -> None:
     Raises:
         InputError: as ``keep_state_on_host``.
     """
-    refuse_scheduled(optimizer)
+    refuse_unfit(optimizer)
     kind: Any = type(optimizer)
     moved: Any = optimizer
     moved.__class__ = type(kind.__name__, (_OptimizerOnHost, kind), {"on_host": on_host, "kind": kind})

@@ -15,13 +15,19 @@ NOTE [ steps on the host ]
    gradient is whole. The weights follow after the backward, which may read them until then.
 4. The masters are stepped in pieces (``pieces_of``). While one is stepped, the one before travels to the device.
 5. Under DDP, and where gradients are added up in a fixed order, they stay on the device until the last backward ends.
-6. A checkpoint holds the masters where they have more bits than the weights.
+6. A checkpoint holds the masters where they have more bits than the weights, beside the state of the optimizer, so that
+   one on the device keeps none of them.
 7. A weight that waits on the host itself (``--stream_weights``) is its own master if the dtypes are the same. It is
    stepped when no copy reads it. DDP passes over it: the ranks average each of its gradients before it leaves.
 8. Of weights in shards each rank steps its parts: a master is a ``DTensor`` with its part on the host, so optimizers
    and checkpoints see shards. The norms of the parts are summed on the device, in one message. Torch's
    ``CPUOffloadPolicy`` serves where all weights may wait on the host as well, and neither clips without a process
    group of CPUs nor adds gradients of bfloat16 up in float32.
+9. A master is valid for the weight that it was made of. That is known by its memory, its version and a digest, which
+   the device makes before the first master is stepped; of weights that wait on the host there is no digest. If one is
+   another, the master takes all numbers of the weight that are not its own ones, rounded.
+10. ``Away`` stands for a gradient that has left, so that it is noticed if anybody clears or replaces ``weight.grad``.
+    A gradient that stays until the last backward ends is there until the step ends.
 """
 
 from collections import deque
@@ -36,34 +42,67 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from memsave_recipes.activations.offload import Copies, SideStream
 from memsave_recipes.activations.streaming import WeightStream
+from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.sharding.tensors import is_sharded, local, norms_over_ranks, with_part
-from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, may_leave, pieces_of, refuse_scheduled
+from memsave_recipes.step.host_state import ALIGNMENT, PinnedMemory, first_device, may_leave, pieces_of, refuse_unfit
 
 LEAVING_BYTES = 2**26
 """Of gradients whose copies are not done, at most, when the backward goes on."""
 STAGED_BYTES = 2**27
 """Of pinned memory for copies that are read, or cast, by the host; more if a single one is larger."""
-MASTER = "master"
-"""The key of a master in the saved state of its parameter."""
+NUM_KEYS, KEY = 61, 6364136223846793005
+"""Of a digest: a prime, so that no row of a weight has this length, and the multiplier of Knuth's MMIX."""
+MASTERS = "masters"
+"""The key of the masters in a saved state, by the numbers of their parameters; torch's optimizers pass over it."""
+
+
+class Away(Tensor):
+    """Stands in ``weight.grad`` for a gradient on the host: it has no memory, and takes what autograd adds to it."""
+
+    is_zero = False
+    added: Tensor | None = None
+
+    @staticmethod
+    def __new__(cls, part: Tensor) -> "Away":
+        """Stand for the gradient of ``part``."""
+        make: Callable[..., Away] = Tensor._make_wrapper_subclass
+        return make(cls, part.size(), part.stride(), dtype=part.dtype, device=part.device, storage_size=0)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Take zeros, or what is added; refuse all else, such as clipping."""
+        if function is torch.ops.aten.zero_.default:
+            args[0].is_zero, args[0].added = True, None
+        elif function is torch.ops.aten.add_.Tensor and isinstance(args[0], Away) and not kwargs:
+            args[0].added = args[1] if args[0].added is None else args[0].added + args[1]
+        else:
+            raise InputError(
+                f"step_on_host: {function} reads parameter.grad, but the gradients are on the host: clip them by "
+                "clip(max_norm) of what step_on_host returns"
+            )
+        return args[0]
 
 
 class HostMasters:
     """The masters of parameters on a device, and their gradients on the host: NOTE [ steps on the host ].
 
     Args:
-        parameters: that train.
-        dtype: of the masters; ``None``: that of each parameter.
+        parameters: that train, or may later.
+        dtype: of the masters, unless parameters have more bits; ``None``: that of each parameter.
         up, down: copies in both directions.
         waiting: those of the parameters that wait on the host themselves.
 
     Attributes:
         of: the master of each parameter.
+        when_thawed: is called when there are new ones.
     """
 
     def __init__(
@@ -74,33 +113,60 @@ class HostMasters:
         down: Copies,
         waiting: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._up, self._down = up, down
+        self._up, self._down, self._dtype = up, down, dtype
         self._waiting = set(waiting)
-        memory = PinnedMemory(down.empty_on_host)
-
-        def empty_like(weight: nn.Parameter) -> Tensor:
-            return with_part(memory.empty_like(local(weight.detach()), dtype), weight)
-
-        def master(weight: nn.Parameter) -> nn.Parameter:
-            is_one = weight in self._waiting and weight.dtype == (dtype or weight.dtype)
-            return weight if is_one else nn.Parameter(empty_like(weight))
-
-        self.of = {weight: master(weight) for weight in parameters}
-        self._sums = {one: empty_like(one) for one in self.of}
-        self._weights: dict[Tensor, nn.Parameter] = {master: one for one, master in self.of.items()}
+        self._memory = PinnedMemory(down.empty_on_host)
+        self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self.when_thawed: Callable[..., None] = lambda: None
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._weights: dict[Tensor, nn.Parameter] = {}
+        self._all: list[nn.Parameter] = []
         self._stream: WeightStream | None = None
-        self._are_current = False
+        self._made: set[Tensor] = set()
+        self._known: dict[nn.Parameter, tuple[Any, ...]] = {}
+        self._digests: dict[nn.Parameter, int] = {}
+        self._sent: list[nn.Parameter] = []
+        self._sent_digests: Callable[[], dict[nn.Parameter, int]] = dict
+        self._taken: dict[nn.Parameter, tuple[Tensor, tuple[Any, ...]]] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._leaves_in_backward = False
         self._last: Any = None
         self._thread = ThreadPoolExecutor(1, "gradients")
         self._step_one: Callable[[Tensor], Any] | None = None
         self._stepping: dict[Tensor, Future[Any]] = {}
+        self._checked: Future[None] = Future()
         self._nodes: list[Node] = []
-        self._ring = _Ring(ring_bytes(local(one).nbytes for one in self.of), down.empty_on_host)
+        self._ring = _Ring(0, down.empty_on_host)
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make masters of more parameters; of those that are frozen when they have a gradient."""
+        self._all = list(dict.fromkeys([*self._all, *(parameters := list(parameters))]))
+        weights = [one for one in parameters if one.requires_grad]
+
+        def empty_like(weight: nn.Parameter) -> Tensor:
+            dtype = torch.promote_types(weight.dtype, self._dtype or weight.dtype)
+            return with_part(self._memory.empty_like(local(weight.detach()), dtype), weight)
+
+        def master(weight: nn.Parameter) -> nn.Parameter:
+            is_one = weight in self._waiting and weight.dtype == (self._dtype or weight.dtype)
+            return weight if is_one else nn.Parameter(empty_like(weight))
+
+        self._settle()
+        self.of |= {weight: master(weight) for weight in weights}
+        self._sums |= {weight: empty_like(weight) for weight in weights}
+        self._weights = {self.of[one]: one for one in self._all if one in self.of}
+        self._ring = _Ring(ring_bytes(local(one).nbytes for one in self.of), self._down.empty_on_host)
+        if self._leaves_in_backward:
+            self._hook(weights)
 
     def leave_in_backward(self) -> None:
         """Let every gradient leave the device as soon as it is there."""
-        for weight in self.of:
+        self._leaves_in_backward = True
+        self._hook(self.of)
+
+    def _hook(self, weights: Iterable[nn.Parameter]) -> None:
+        for weight in weights:
             if weight not in self._waiting:
                 weight.register_post_accumulate_grad_hook(_weakly(self._leave))
 
@@ -124,34 +190,86 @@ class HostMasters:
     def stepped(self) -> Iterator[Tensor]:
         """Yield the masters that the backward lets step, each when that is done."""
         stepping, self._stepping = self._stepping, {}
+        if stepping:
+            self._checked.result()
         for master, done in stepping.items():
             done.result()
             yield master
 
-    def is_wide(self, master: Tensor) -> bool:
-        """Return whether a master has more bits than its weight."""
-        return master.dtype != self._weights[master].dtype
+    def is_saved(self, master: Tensor) -> bool:
+        """Return whether a master has bits, and more of them than its weight."""
+        return master in self._made and master.dtype != self._weights[master].dtype
 
     @torch.no_grad()
-    def take(self, saved: Mapping[Tensor, Tensor]) -> None:
-        """Give every master its bits of those ``saved``, else those of its weight."""
-        for master, weight in self._weights.items():
-            local(master).copy_(local(saved.get(master, weight)))
-        self._are_current = True
+    def load(self, saved: Mapping[Tensor, Tensor]) -> None:
+        """Give masters the bits of those ``saved``; the next step compares all of them with their weights."""
+        self._known.clear()
+        self._made = {master for master in saved if master in self._weights}
+        for master in self._made:
+            local(master).copy_(local(saved[master]))
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Wait until all gradients of the step are on the host, unless the thread does."""
+        """Wait until all gradients of the step are on the host, and masters are those of the weights.
+
+        Where the thread steps, it waits.
+        """
+        if thawed := [weight for weight in self._all if weight not in self.of and weight.grad is not None]:
+            self.add(thawed)
+            self.when_thawed()
         for weight in self.of:
-            if weight not in self._waiting and weight.grad is not None:
+            if weight not in self._waiting:
                 self._leave(weight)
         self._free_leaving(0)
         if self._stream is not None:
             self._stream.settle()
-        if self._step_one is None:
-            if self._last is not None:
-                self._last.synchronize()
+        if self._step_one is None and (stepped := [one for one, master in self.of.items() if master.grad is not None]):
+            digests = self._copied_digests(stepped)
+            self._check(stepped, digests, self._last)
             self._ring.drain()
+
+    @torch.no_grad()
+    def _check(self, weights: list[nn.Parameter], digests: Callable[[], dict[nn.Parameter, int]], copied: Any) -> None:
+        """Renew the masters of those that have changed, by their digests of now."""
+        copied.synchronize()
+        now, known = digests(), self._digests | self._sent_digests()
+        for weight in weights:
+            self._renew(weight, is_known=known.get(weight) == now.get(weight))
+        self._digests, self._sent_digests = known | now, dict
+
+    def _settle(self) -> None:
+        """Wait until no copy is under way."""
+        if self._last is not None:
+            self._last.synchronize()
+        self._ring.drain()
+
+    def _copied_digests(self, weights: list[nn.Parameter]) -> Callable[[], dict[nn.Parameter, int]]:
+        """Begin to copy the digests of those on the device; return what reads them, when copies have settled."""
+        there = [weight for weight in weights if weight not in self._waiting and local(weight).numel()]
+        host = self._down.empty_on_host(8 * len(there)).view(torch.int64)
+        digests = host
+        if there:
+            keys = torch.full((NUM_KEYS,), KEY, device=local(there[0]).device).cumprod(0)
+            digests = torch.stack([_digest(local(weight), keys) for weight in there])
+        self._last = self._down.start([(host, digests)])
+
+        def read() -> dict[nn.Parameter, int]:
+            return dict(zip(there, host[: len(digests)].tolist(), strict=True))  # so that digests are kept until then
+
+        return read
+
+    def _renew(self, weight: nn.Parameter, *, is_known: bool) -> None:
+        """Give the master the bits of its weight, if that may have others than its own, rounded."""
+        master, identity = local(self.of[weight]), _identity(weight)
+        if (is_known and self._known.get(weight) == identity) or self.of[weight] is weight:
+            return
+        now = local(weight.detach())
+        if self.is_saved(self.of[weight]):
+            now = now.to(master.device)
+            now = torch.where(master.to(now.dtype) == now, master, now)
+        master.copy_(now)
+        self._made.add(self.of[weight])
+        self._known[weight] = identity
 
     @torch.no_grad()
     def clip(self, max_norm: float, unscale: Callable[[], Any] | None = None) -> Tensor:
@@ -164,22 +282,57 @@ class HostMasters:
         if unscale is not None:
             unscale()
         stepped = {master: weight for master, weight in self._weights.items() if master.grad is not None}
+        if not stepped:
+            return torch.zeros(())
         norms = torch.stack([vector_norm(local(self._sums[weight])) for weight in stepped.values()])
         norm: Tensor = vector_norm(norms_over_ranks(norms, next(iter(stepped.values()))))
         nn.utils.clip_grads_with_norm_(stepped, max_norm, norm)
         return norm
 
+    @torch.no_grad()
     def _leave(self, weight: nn.Parameter) -> None:
-        gradient, weight.grad = weight.grad, None
-        assert gradient is not None, "called where there is one"
-        self.take_gradient(weight, gradient)
-        self._step_soon(weight)
+        """Take what has come to ``weight.grad``; forget what was taken before if that was cleared or replaced."""
+        gradient, (taken, identity) = weight.grad, self._taken.pop(weight, (None, ()))
+        if gradient is taken and (gradient is None or _identity(gradient) == identity):
+            if gradient is not None:
+                self._taken[weight] = gradient, identity
+            return
+        away = None if gradient is None or gradient is not taken else local(gradient)
+        if isinstance(away, Away):
+            if away.is_zero:
+                self._settle()
+                local(self._sums[weight]).zero_()
+            gradient = away.added
+        elif taken is not None:
+            self._settle()
+            self.of[weight].grad = None
+        if gradient is not None:
+            self.take_gradient(weight, gradient)
+        if self._step_one is not None or self._leaves_in_backward:
+            weight.grad = None
+        if self._step_one is not None:
+            self._step_soon(weight)
+        elif self.of[weight].grad is not None:
+            weight.grad = weight.grad if weight.grad is not None else _standing_for(weight)
+            self._taken[weight] = weight.grad, _identity(weight.grad)
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Forget the gradients of the step."""
+        if any(master.grad is not None for master in self._weights):
+            self._settle()
+        self._taken.clear()
+        for weight, master in self.of.items():
+            weight.grad = master.grad = None
 
     @torch.no_grad()
     def take_gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Begin to copy a gradient of ``weight`` to the host, to be added to those of the step."""
-        if not self._are_current:
-            self.take({})
+        if gradient.is_sparse:
+            raise InputError("step_on_host: a gradient is sparse: make the embedding with sparse=False")
+        if self._step_one is not None and not self._stepping:
+            digests = self._copied_digests(list(self.of))
+            self._checked = self._thread.submit(self._check, list(self.of), digests, self._last)
         master, total, gradient = self.of[weight], local(self._sums[weight]), local(gradient)
         if gradient.stride() != total.stride():  # copied in the layout of its memory alone
             gradient = torch.empty_strided(
@@ -207,6 +360,7 @@ class HostMasters:
         """Begin to copy stepped ``masters`` to the device, in the dtype of the weights."""
         for master in masters:
             weight, source = local(self._weights[master].detach()), local(master.detach())
+            self._sent.append(self._weights[master])
             if self._weights[master] in self._waiting:
                 weight.copy_(source)
             elif weight.dtype == source.dtype:
@@ -220,6 +374,34 @@ class HostMasters:
         """Let the device wait for the weights that were sent."""
         if self._last is not None:
             self._up.wait(self._last)
+        sent, self._sent = self._sent, []
+        self._known |= {weight: _identity(weight) for weight in sent}
+        self._sent_digests = self._copied_digests(sent)
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What differs after a write to ``tensor``, unless its version does not count that, as of ``.data``."""
+    part = local(tensor)
+    if isinstance(part, Away):
+        return part.is_zero, part.added is None
+    return StorageWeakRef(part.untyped_storage()), tensor._version, part._version
+
+
+def _digest(part: Tensor, keys: Tensor) -> Tensor:
+    """Return a sum of the bits of a dense tensor, each times the key of its place, without a copy of the tensor."""
+    is_aligned = part.numel() * part.itemsize % 8 == 0 == part.storage_offset() * part.itemsize % 8
+    flat = part.as_strided((part.numel(),), (1,))
+    words = flat.view(torch.int64 if is_aligned else {2: torch.int16, 4: torch.int32}[part.itemsize])
+    rest = len(words) % len(keys)
+    sums = words[: len(words) - rest].view(-1, len(keys)).sum(0)
+    sums[:rest] += words[len(words) - rest :]
+    return (sums * keys).sum()
+
+
+def _standing_for(weight: nn.Parameter) -> Tensor:
+    """Return an ``Away`` for its gradient, as this rank's part where that is in shards."""
+    away = Away(local(weight.detach()))
+    return DTensor(away, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else away
 
 
 def _averaged(gradient: Tensor) -> Tensor:
@@ -319,10 +501,33 @@ class _OptimizerOfMasters(Optimizer):
         for piece in self._stepped_pieces():
             self.masters.send(piece)
         self.masters.arrive()
-        self.zero_grad()
+        super().zero_grad()
+        self.masters.clear()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # so torch calls hooks for each piece, not around the thread's
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, on the host and on the device."""
+        self.masters.clear()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does, of weights on the device."""
+        super().add_param_group(param_group)
+        weights = self.param_groups[-1]["params"]
+        if any(one in self.masters.of for one in weights):
+            del self.param_groups[-1]
+            raise ValueError("some parameters appear in more than one parameter group")
+        self.masters.add(weights)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Step masters in place of their weights, whose state they get."""
+        saved = super().state_dict()
+        for group in self.param_groups:
+            group["params"] = [self.masters.of.get(one, one) for one in group["params"]]
+        super().load_state_dict(saved)
 
     def _stepped_pieces(self) -> Iterator[list[Tensor]]:
         """Step what the backward has not; yield all that is stepped, piece by piece."""
@@ -334,7 +539,10 @@ class _OptimizerOfMasters(Optimizer):
 
     def _step_piece(self, group: dict[str, Any], piece: list[Tensor]) -> None:
         groups = self.param_groups
-        self.param_groups = [{**group, "params": piece}]
+        on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
+        if "capturable" in group:  # by a graph of the device
+            on_host["capturable"] = False
+        self.param_groups = [{**on_host, "params": piece}]
         try:
             super().step()
         finally:
@@ -347,18 +555,17 @@ class _OptimizerOfMasters(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the masters that have more bits than their weights."""
         saved = super().state_dict()
-        wide = {number: {MASTER: one} for number, one in enumerate(self._stepped) if self.masters.is_wide(one)}
-        state = {number: {**entry, **wide.get(number, {})} for number, entry in saved["state"].items()}
-        return {**saved, "state": state}
+        wide = {number: one for number, one in enumerate(self._stepped) if self.masters.is_saved(one)}
+        return {**saved, MASTERS: wide} if wide else saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict``, also of an optimizer on the device, once the weights have been loaded."""
+        """Load the result of ``state_dict``, also of an optimizer on the device, before or after the weights."""
         state = {number: dict(entry) for number, entry in state_dict["state"].items()}
-        saved = {number: entry.pop(MASTER) for number, entry in state.items() if MASTER in entry}
+        saved = {number: entry.pop("master") for number, entry in state.items() if "master" in entry}  # by 0.3
+        saved |= state_dict.get(MASTERS, {})
         super().load_state_dict({**state_dict, "state": state})
-        if state:
-            self.masters.take({one: saved[number] for number, one in enumerate(self._stepped) if number in saved})
+        self.masters.load({one: saved[number] for number, one in enumerate(self._stepped) if number in saved})
 
     @property
     def _stepped(self) -> list[nn.Parameter]:
@@ -388,6 +595,7 @@ def step_masters(
         masters.step_in_backward(lambda master: stepping._step_in_backward(numbers[master], master))
     if stream is not None:
         masters.leave_stream(stream)
+    masters.when_thawed = _weakly(stepping.take_over)
     if leave_in_backward:
         masters.leave_in_backward()
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # nothing on the device says found_inf
@@ -400,25 +608,32 @@ def step_on_host(model: nn.Module, optimizer: Optimizer) -> HostMasters | None:
 
     Args:
         model: on its device.
-        optimizer: torch's own, before its first step, and before a schedule or another wrapper takes it.
+        optimizer: torch's own, before a schedule or another wrapper takes it. What is frozen in it may train later.
 
     Returns:
-        The copies; ``None``, and a warning, on a CPU, where all stays.
+        The copies; those of the first call if there is another; ``None``, and a warning, on a CPU, where all stays.
 
     Raises:
-        InputError: a schedule has taken its ``step`` already.
+        InputError: ``keep_state_on_host`` or a schedule has taken it, it steps all parameters at once, or those of
+            another model.
     """
-    groups = optimizer.param_groups
-    trained = {one for group in groups for one in group["params"] if one.requires_grad}
-    device = local(next(iter(trained))).device
+    if (masters := masters_of(optimizer)) is not None:
+        return masters
+    refuse_unfit(optimizer)
+    device, of_model = first_device(optimizer), list(model.parameters())
+    stepped = {one: None for group in optimizer.param_groups for one in group["params"]}
+    if any(one.requires_grad for one in stepped.keys() - set(of_model)):
+        raise InputError(
+            f"step_on_host: the optimizer steps parameters that {type(model).__name__} does not have: pass the model "
+            "that it was made for"
+        )
     if not may_leave(device):
         return None
-    refuse_scheduled(optimizer)
-    masters = masters_on_host([one for one in model.parameters() if one in trained], device, torch.float32)
-    for group in groups:
-        group["params"] = [masters.of[one] for one in group["params"] if one in trained]
+    in_order = dict.fromkeys([*(one for one in of_model if one in stepped), *stepped])
+    masters = masters_on_host(in_order, device, torch.float32)
     reduces_first = dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model)
     step_masters(optimizer, masters, leave_in_backward=not reduces_first)
+    cast(_OptimizerOfMasters, optimizer).take_over()
     return masters
 
 

@@ -182,7 +182,8 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     """Pinned for masters, gradients and the ring of copies, if any; not pinned for the state of masters and updates."""
 
     def master(weight: nn.Parameter) -> Tensor:
-        dtype = weight.dtype if optim.bf16_stochastic_round else torch.float32
+        least = weight.dtype if optim.bf16_stochastic_round else torch.float32
+        dtype = torch.promote_types(weight.dtype, least)
         return torch.empty(weight.shape, dtype=dtype, device="meta")
 
     def size(weight: nn.Parameter) -> int:
@@ -223,7 +224,8 @@ def copies_bytes(optim: OptimizerSettings, model: nn.Module, *, num_ranks: int |
     for name, share in parameters_by_optimizer(optim.update_rule, model).items():
         stepped: list[Tensor] = [*share]
         if optim.offload_optimizer == "step" and not optim.bf16_stochastic_round:
-            stepped = [torch.empty(one.shape, dtype=torch.float32, device="meta") for one in share]
+            dtypes = [torch.promote_types(one.dtype, torch.float32) for one in share]
+            stepped = [torch.empty(one.shape, dtype=of, device="meta") for one, of in zip(share, dtypes, strict=True)]
             wide = [master for master, one in zip(stepped, share, strict=True) if master.dtype != one.dtype]
             sizes += [part_numel(master, num_ranks or 1) * master.element_size() for master in wide]
         sizes += _state_sizes(name, stepped, optim.momentum, num_ranks)
