@@ -60,7 +60,7 @@ class NoCopies:
 class WithoutDevice(HostMasters):
     """Masters of weights whose digests, which the device makes, take no time."""
 
-    def _copied_digests(self, weights: list[nn.Parameter]) -> Callable[[], dict[nn.Parameter, int]]:
+    def _copied_digests(self, weights: list[nn.Parameter], host: Tensor) -> Callable[[], dict[nn.Parameter, int]]:
         self._last = self._down.start([])
         return dict
 

@@ -156,6 +156,8 @@ class HostMasters:
         self.of |= {weight: master(weight) for weight in weights}
         self._sums |= {weight: empty_like(weight) for weight in weights}
         self._weights = {self.of[one]: one for one in self._all if one in self.of}
+        words = torch.empty(len(self.of), dtype=torch.int64, device="meta")
+        self._words_now, self._words_sent = (self._memory.empty_like(words) for _ in range(2))
         self._ring = _Ring(ring_bytes(local(one).nbytes for one in self.of), self._down.empty_on_host)
         if self._leaves_in_backward:
             self._hook(weights)
@@ -224,7 +226,7 @@ class HostMasters:
         if self._stream is not None:
             self._stream.settle()
         if self._step_one is None and (stepped := [one for one, master in self.of.items() if master.grad is not None]):
-            digests = self._copied_digests(stepped)
+            digests = self._copied_digests(stepped, self._words_now)
             self._check(stepped, digests, self._last)
             self._ring.drain()
 
@@ -243,11 +245,10 @@ class HostMasters:
             self._last.synchronize()
         self._ring.drain()
 
-    def _copied_digests(self, weights: list[nn.Parameter]) -> Callable[[], dict[nn.Parameter, int]]:
-        """Begin to copy the digests of those on the device; return what reads them, when copies have settled."""
+    def _copied_digests(self, weights: list[nn.Parameter], host: Tensor) -> Callable[[], dict[nn.Parameter, int]]:
+        """Begin to copy the digests of those on the device to ``host``; return what reads them when that is done."""
         there = [weight for weight in weights if weight not in self._waiting and local(weight).numel()]
-        host = self._down.empty_on_host(8 * len(there)).view(torch.int64)
-        digests = host
+        digests = host = host[: len(there)]
         if there:
             keys = torch.full((NUM_KEYS,), KEY, device=local(there[0]).device).cumprod(0)
             digests = torch.stack([_digest(local(weight), keys) for weight in there])
@@ -331,7 +332,7 @@ class HostMasters:
         if gradient.is_sparse:
             raise InputError("step_on_host: a gradient is sparse: make the embedding with sparse=False")
         if self._step_one is not None and not self._stepping:
-            digests = self._copied_digests(list(self.of))
+            digests = self._copied_digests(list(self.of), self._words_now)
             self._checked = self._thread.submit(self._check, list(self.of), digests, self._last)
         master, total, gradient = self.of[weight], local(self._sums[weight]), local(gradient)
         if gradient.stride() != total.stride():  # copied in the layout of its memory alone
@@ -376,7 +377,7 @@ class HostMasters:
             self._up.wait(self._last)
         sent, self._sent = self._sent, []
         self._known |= {weight: _identity(weight) for weight in sent}
-        self._sent_digests = self._copied_digests(sent)
+        self._sent_digests = self._copied_digests(sent, self._words_sent)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -192,7 +192,8 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     shares = parameters_by_optimizer(optim.update_rule, model)
     trained = [weight for share in shares.values() for weight in share]
     own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
-    pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained)])
+    digests = 2 * [len(trained) * torch.int64.itemsize]
+    pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained), *digests])
     sizes = [part_numel(one, num_ranks or 1) * one.element_size() for one in trained]
     is_cast = any(one.dtype != master(one).dtype for one in trained)
     ring = ring_bytes(sizes) if accumulates or is_cast else 0
