@@ -36,6 +36,7 @@ from memsave_recipes.training.launch import describe_float32, refuse_gradients, 
 from memsave_recipes.training.optimizers import (
     describe_lost_updates,
     describe_state_in_shards,
+    describe_warm_up,
     make_optimizer,
     make_scheduler,
 )
@@ -114,10 +115,12 @@ class PreparedRun:
         leaves = (layout.num_processes == 1 or is_sharded(model)) and layout.needs_all_gradients is None
         optimizer = make_optimizer(args, model, seed=args.seed, leaves_in_backward=leaves)
         accelerator, dtypes = self.run.accelerator, {parameter.dtype for parameter in model.parameters()}
+        num_steps = self.batches.steps.stop
         notices = [describe_state_in_shards(args, model), describe_lost_updates(args, model)]
+        notices.append(describe_warm_up(args, num_steps))
         notices.append(describe_float32(accelerator.device, dtypes, accelerator.mixed_precision))
         print_lines(accelerator, *filter(None, notices))
-        return optimizer, make_scheduler(args, optimizer, self.batches.steps.stop)
+        return optimizer, make_scheduler(args, optimizer, num_steps)
 
     def _prepare(
         self, trained: nn.Module, optimizer: Optimizer, loss_of: Callable[[Batch], Tensor]

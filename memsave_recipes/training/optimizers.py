@@ -187,6 +187,17 @@ def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | 
     )
 
 
+def describe_warm_up(optim: OptimizerArguments, num_steps: int) -> str | None:
+    """A line on a warm-up that is longer than the run, as that of a preset in a run of two steps."""
+    if optim.lr_scheduler_type == "constant" or not 0 < num_steps < optim.warmup_steps:
+        return None
+    share = (num_steps - 1) / optim.warmup_steps
+    return (
+        f"note: --warmup_steps {optim.warmup_steps} is longer than the run of {num_steps} steps, so the rate ends at "
+        f"{share:.0%} of --learning_rate"
+    )
+
+
 def _update_size(rule: str, weight: Tensor, learning_rate: float) -> float:
     """About how much an update changes each number of ``weight``, by torch's defaults for this ``rule``."""
     if rule == "adafactor":
@@ -201,11 +212,6 @@ def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: i
     Raises:
         InputError: the phases of the schedule do not fit the run, or it cannot compute with ``--lr_scheduler_kwargs``.
     """
-    if num_steps and optim.lr_scheduler_type != "constant" and optim.warmup_steps > num_steps:
-        raise InputError(
-            f"--warmup_steps {optim.warmup_steps}: the run has {num_steps} steps, so it would never reach "
-            "--learning_rate: take fewer, or raise --max_steps or --num_epochs"
-        )
     length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by the steps after the warm-up
     if optim.lr_scheduler_type == "linear":
         return LambdaLR(optimizer, partial(_linear_factor, warmup_steps=optim.warmup_steps, num_steps=length))

@@ -22,6 +22,7 @@ from memsave_recipes.training.optimizers import (
     check_in_backward,
     clip_gradients,
     describe_lost_updates,
+    describe_warm_up,
     make_optimizer,
     make_scheduler,
 )
@@ -310,13 +311,20 @@ def test_what_a_schedule_does_not_take_is_refused(schedule, arguments, message):
     assert error.value.one_line.startswith("--lr_scheduler_kwargs")
 
 
-@pytest.mark.parametrize("schedule", sorted({*get_args(Schedule)} - {"constant"}))
-def test_a_warm_up_that_does_not_fit_the_run_is_refused(schedule):
+@pytest.mark.parametrize("schedule", sorted({*get_args(Schedule)} - {"warmup_stable_decay"}))
+def test_a_warm_up_that_is_longer_than_the_run_is_said(schedule):
+    """By the last rate, which the line tells."""
     named = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": NEEDED.get(schedule, "{}")}
-    optim = OptimizerArguments(**named, warmup_steps=11)
-    with pytest.raises(InputError, match=r"^--warmup_steps 11: the run has 10 steps"):
-        make_scheduler(optim, make_optimizer(optim, build()), 10)
-    make_scheduler(optim, make_optimizer(optim, build()), 0)  # of --eval_only
+    optim = OptimizerArguments(**named, warmup_steps=20, learning_rate=1.0)
+    optimizer = make_optimizer(optim, build())
+    scheduler = make_scheduler(optim, optimizer, 10)
+    for _ in range(9):
+        optimizer.step()
+        scheduler.step()
+    said = f"the run of 10 steps, so the rate ends at {scheduler.get_last_lr()[0]:.0%} of --learning_rate"
+    assert describe_warm_up(optim, 10) is None if schedule == "constant" else said in describe_warm_up(optim, 10)
+    assert describe_warm_up(optim, 20) is None
+    assert describe_warm_up(optim, 0) is None  # of --eval_only
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon", "adamw_bf16"])
