@@ -71,8 +71,8 @@ test-zoo: install  ## every architecture of transformers, timm and diffusers und
 
 # Nothing is downloaded. A case that turns wrong fails; the page is written if none does.
 test-peers: install  ## what other projects ask of checkpointing, under four plans; writes docs/peer_suites.md (10 minutes)
-	HF_HUB_OFFLINE=1 PEERS=out/peers.json $(PYTEST) tests/peers --ignore tests/peers/test_page.py
-	PYTHONPATH=tests $(BIN)/python -m peers.page out/peers.json
+	HF_HUB_OFFLINE=1 PEERS=out/peers.json $(PYTEST) tests/peer_suites --ignore tests/peer_suites/test_page.py
+	PYTHONPATH=tests $(BIN)/python -m peer_suites.page out/peers.json
 
 OF_VERSIONS := tests/activations tests/exact/test_global_batchnorm.py tests/estimation \
 	tests/integrations/test_trainer.py tests/models tests/profiling tests/test_losses.py tests/test_private_names.py \

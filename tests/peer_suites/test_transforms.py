@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from peers.adapter import AS_TORCH, REFUSED, SAME, Suite, body, stack, total, train, x
+from peer_suites.adapter import AS_TORCH, REFUSED, SAME, Suite, body, stack, total, train, x
 from samples import sample
 from torch import nn
 from torch.autograd import forward_ad

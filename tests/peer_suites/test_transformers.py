@@ -7,7 +7,7 @@ from inspect import signature
 import peft
 import pytest
 import torch
-from peers.adapter import AS_TORCH, PLAIN, REFUSED, TORCH, Suite, total
+from peer_suites.adapter import AS_TORCH, PLAIN, REFUSED, TORCH, Suite, total
 from samples import sample
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

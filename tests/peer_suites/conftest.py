@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from peers.adapter import Case
+from peer_suites.adapter import Case
 
 ROW = "peers"
 

@@ -23,8 +23,8 @@ from memsave_recipes.errors import InputError
 STRATEGIES = ("full", "segments:2", "nested:1", "selective")
 PLAIN, TORCH = "plain", "torch"
 SAME, BETTER, REFUSED, LOUD, AS_TORCH = "same", "better", "refused", "raises as torch", "as torch"
-DIFFERS, RAISES = "differs", "raises"
-RANK = {SAME: 0, BETTER: 0, REFUSED: 1, LOUD: 2, AS_TORCH: 3, DIFFERS: 4, RAISES: 4}
+ROUNDED, DIFFERS, RAISES = "rounding", "differs", "raises"
+RANK = {SAME: 0, BETTER: 0, REFUSED: 1, LOUD: 2, AS_TORCH: 3, ROUNDED: 3, DIFFERS: 4, RAISES: 4}
 """How far a verdict is from plain. ``as torch`` is silent; the last two are faults, as torch is right or raises."""
 
 ONE_BACKWARD = "under selective one is only allowed to backward once"
@@ -132,6 +132,14 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def is_close(one: Outcome, other: Outcome) -> bool:
+    """Whether all tensors are equal up to the rounding of 16 bits."""
+    if isinstance(one, Exception) or isinstance(other, Exception):
+        return False
+    pairs = [pair for name in one for pair in zip(one[name], other[name], strict=True) if isinstance(pair[0], Tensor)]
+    return all(torch.allclose(*pair, rtol=0.05, atol=0.01) for pair in pairs)
+
+
 def verdict_of(plain: Outcome, torchs: Outcome, ours: Outcome) -> str:
     """How ``ours`` is to be judged."""
     torch_is_right = differing(plain, torchs) is None
@@ -160,6 +168,8 @@ class Case:
         plain, torchs = outcome_of(self.function, PLAIN), outcome_of(self.function, TORCH)
         ours = {strategy: outcome_of(self.function, strategy) for strategy in self.expected}
         verdicts = {strategy: verdict_of(plain, torchs, one) for strategy, one in ours.items()}
+        rounds = [one for one in ours if self.expected[one] == ROUNDED and verdicts[one] == DIFFERS]
+        verdicts |= {strategy: ROUNDED for strategy in rounds if is_close(plain, ours[strategy])}
         words = {strategy: differing(plain, one) for strategy, one in ours.items()}
         is_plain = isinstance(plain, self.raises) if self.raises else not isinstance(plain, Exception)
         return {

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from peers.adapter import AS_TORCH, REFUSED, SAME, Suite, body, in_turn, stack, total, train, x
+from peer_suites.adapter import AS_TORCH, REFUSED, SAME, Suite, body, in_turn, stack, total, train, x
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers.adapter import AS_TORCH, REFUSED, SAME, Suite, body, in_turn, stack, total, train, x
+from peer_suites.adapter import AS_TORCH, REFUSED, SAME, Suite, body, in_turn, stack, total, train, x
 from samples import sample
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from peers import page
-from peers.adapter import AS_TORCH, BETTER, DIFFERS, LOUD, RAISES, REFUSED, SAME, verdict_of
+from peer_suites import page
+from peer_suites.adapter import AS_TORCH, BETTER, DIFFERS, LOUD, RAISES, REFUSED, SAME, verdict_of
 
 from memsave_recipes.errors import InputError
 
@@ -24,7 +24,7 @@ def test_the_page_is_made_from_the_rows(results):
 
 @pytest.mark.parametrize("suite", page.SUITES)
 def test_every_case_has_its_row(suite, results):
-    cases = import_module(f"peers.test_{suite}").suite.cases
+    cases = import_module(f"peer_suites.test_{suite}").suite.cases
     rows = {name.removesuffix(" on two ranks"): row for name, row in results["suites"][suite].items()}
     assert {name: set(row) - page.BESIDE for name, row in rows.items()} == {
         name: set(case.expected) for name, case in cases.items()

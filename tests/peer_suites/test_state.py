@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from peers.adapter import AS_TORCH, REFUSED, Suite, body, in_turn, stack, total, train, x
+from peer_suites.adapter import AS_TORCH, REFUSED, Suite, body, in_turn, stack, total, train, x
 from torch import nn
 from torch.func import functional_call
 
@@ -174,10 +174,11 @@ def class_attribute(self, x, late):
     return getattr(self, "shared", 1)
 
 
-LATE = (queue, temperature, average_by_data, plain_tensor, layer_drop, drop_of_numpy, new_attribute, class_attribute)
+LATE = (queue, temperature, plain_tensor, layer_drop, drop_of_numpy, new_attribute, class_attribute)
 
 
 @suite.each({scale.__name__: scale for scale in LATE}, REFUSED)
+@suite.each({"average_by_data": average_by_data}, AS_TORCH)
 def begins_after_many_equal_runs(put, value):
     parts = lambda: {"seen": [], "heat": 1.0, "mean": torch.ones(()), "held": (torch.ones(()),)}  # noqa: E731
     model = put(stack(scales(value), parts=parts))
@@ -541,7 +542,7 @@ def gradients_inside_a_layer(put, value):
     return train(put(stack(value)), x(), times=2)
 
 
-@suite(REFUSED)
+@suite(AS_TORCH)
 def gradients_inside_a_layer_late(put):
     def forward(self, x, late):
         return local_loss(self, x) if late else body(self, x)

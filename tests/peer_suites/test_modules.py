@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kornia.augmentation import RandomHorizontalFlip
-from peers.adapter import PLAIN, REFUSED, TORCH, Suite, body, in_turn, stack, train, x
+from peer_suites.adapter import PLAIN, REFUSED, TORCH, Suite, body, in_turn, stack, train, x
 from torch import nn
 
 import memsave_recipes as memsave

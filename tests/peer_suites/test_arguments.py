@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peers.adapter import AS_TORCH, REFUSED, SAME, Suite, body, in_turn, stack, total, train, x
+from peer_suites.adapter import AS_TORCH, REFUSED, SAME, Suite, body, in_turn, stack, total, train, x
 from torch import nn
 
 suite = Suite()
