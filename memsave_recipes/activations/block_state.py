@@ -209,7 +209,9 @@ class BlockState:
 
     def look_through(self) -> None:
         """Find the modules and what they hold; again after a run that has added some."""
-        self.layers = list(dict.fromkeys(layer for module in self.modules for layer in module.modules()))
+        layers = dict.fromkeys(layer for module in self.modules for layer in module.modules())
+        self.layers = [layer for layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
+        self.scripted = [layer for layer in layers if isinstance(layer, torch.jit.ScriptModule)]
         self.is_sharded = any(isinstance(layer, FSDPModule) for layer in self.layers)
         others = [_Attributes(kind) for kind in _classes(self.layers)]
         self.owners: list[tuple[Space, nn.Module | type]] = [(space, space.owner) for space in others]

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.parameter import is_lazy
 
 from memsave_recipes.errors import InputError
 
@@ -97,11 +96,7 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
     ``nn.Sequential``, and ``nn.ModuleList`` or ``nn.ModuleDict`` of layers alike, with the stems before them. A model
     with none of them has no stacks.
-
-    Raises:
-        InputError: a lazy module has not run.
     """
-    _refuse_lazy(model)
     if declared := getattr(model, "activation_stacks", None):
         return [sequence_of(name, model.get_submodule(name)) for name in declared]
     return _transformer_layers(model) or _stacks_of_containers(model)
@@ -112,9 +107,8 @@ def named_stack(model: nn.Module, names: Sequence[str]) -> CalledLayers:
 
     Raises:
         AttributeError: it has no module of such a name.
-        InputError: TorchScript runs one of them, or a lazy module has not run.
+        InputError: TorchScript runs one of them.
     """
-    _refuse_lazy(model)
     layers = tuple(Layer(name, model.get_submodule(name)) for name in names)
     for layer in layers:
         if not _can_be_called(layer):
@@ -180,14 +174,6 @@ def _transformer_layers(model: nn.Module) -> list[Stack]:
     return [
         CalledLayers(group) for _, siblings in groupby(layers, key=_parent_name) for group in _joinable(list(siblings))
     ]
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise InputError(
-                f"model: {name} of a lazy module has no size before its first forward: run one forward first"
-            )
 
 
 def _can_be_called(layer: Layer) -> bool:

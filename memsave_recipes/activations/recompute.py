@@ -206,8 +206,8 @@ class _Place:
         self.tensor: Tensor | None = None
 
 
-class _AllSaved(BaseException):
-    """Ends a second run, all that it is for being there; no ``except Exception`` of a block holds it up."""
+class _AllSaved(Exception):
+    """Ends a second run, all that it is for being there: again and again, where a block catches it."""
 
 
 def _other_tensors(what: str) -> CheckpointError:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, ne
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -65,8 +65,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
 CHUNK = 2**16
 """Numbers that are added up at a time, as 64-bit integers."""
-KINDS, ATTRIBUTE = ("parameter", "buffer"), "tensor"
-"""Of tensors, as messages call them."""
+KINDS = ("parameter", "buffer")
+"""Of the tensors of modules."""
 _LOOKED_AT: WeakSet[nn.Module] = WeakSet()
 """Modules whose first run was looked at by rule 4."""
 _version = attrgetter("_version")
@@ -112,6 +112,11 @@ class SideEffects:
             tensors_given = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
             writes = _writes_on(tensors_given)
             found = self.state.find()
+            if self.state.scripted:
+                raise InputError(
+                    f"strategy: TorchScript runs a part of {self._name} otherwise in its first runs than later, so no "
+                    "plan can run it a second time: use none"
+                )
             if not self.is_looked_at:
                 outputs, found = self._looked_at_closely(found, given, function, *inputs)
                 return outputs
@@ -133,11 +138,13 @@ class SideEffects:
 
     def _refusal_of_given(self, tensors: list[Tensor], writes: list[int]) -> InputError | None:
         is_written_on = writes != _writes_on(tensors)
-        return refusal_of(self.state.layers[0], f"{_changes_a(tensors[0])} that it is given") if is_written_on else None
+        return (
+            refusal_of(self.state.modules[0], f"{_changes_a(tensors[0])} that it is given") if is_written_on else None
+        )
 
     @property
     def _name(self) -> str:
-        return type(self.state.layers[0]).__name__
+        return type(self.state.modules[0]).__name__
 
     def _looked_at_closely(
         self, found: Found, given: Any, function: Callable[..., Any], *inputs: Any
@@ -225,11 +232,7 @@ class _Tensors:
     def refusal(self) -> InputError | None:
         """Why the block cannot run again, if one has been written on since."""
         now = _writes_on(self.tensors)
-        if now == self.writes:
-            return None
-        return self.refusal_of(
-            next(i for i, (one, other) in enumerate(zip(now, self.writes, strict=True)) if one != other)
-        )
+        return None if now == self.writes else self.refusal_of([*map(ne, now, self.writes)].index(True))
 
     def refusal_of(self, index: int) -> InputError:
         """The refusal that names one of the tensors."""
@@ -239,7 +242,7 @@ class _Tensors:
         for owner, kind, name, tensor in (*self.state.tensors(), *attributes):
             if tensor is self.tensors[index]:
                 return refusal_of(owner, f"writes on its {kind} {name}")
-        return refusal_of(self.state.layers[0], "writes on a tensor that it holds")
+        return refusal_of(self.state.modules[0], "writes on a tensor that it holds")
 
 
 class _CloseLook:
@@ -258,7 +261,7 @@ class _CloseLook:
         self.is_new = any(layer not in _LOOKED_AT for layer in state.layers)
         self.sums = self._sums()
         self.objects = [(*found, self._state_of(found[-1])) for found in self._objects()]
-        given = ((state.layers[0], f"{_changes_a(one)} that it is given", one) for one in self.given)
+        given = ((state.modules[0], f"{_changes_a(one)} that it is given", one) for one in self.given)
         self.objects_given = [(*found, self._state_of(found[-1])) for found in given]
 
     @property
@@ -271,7 +274,7 @@ class _CloseLook:
         if refusal := self.tensors.refusal():
             return refusal
         if self.gradients != self._gradients():
-            return refusal_of(self.state.layers[0], "adds to the gradients of its weights")
+            return refusal_of(self.state.modules[0], "adds to the gradients of its weights")
         for index, (was, now) in enumerate(zip(self.sums, self._sums(), strict=True)):
             if was != now:
                 return self.tensors.refusal_of(index)
@@ -280,7 +283,7 @@ class _CloseLook:
     def refusal_of_given(self) -> InputError | None:
         """The same of what it is given."""
         if self.writes != _writes_on(self.tensors_given):
-            return refusal_of(self.state.layers[0], "writes on a tensor that it is given")
+            return refusal_of(self.state.modules[0], "writes on a tensor that it is given")
         return self._refusal_of_objects(self.objects_given)
 
     def _refusal_of_objects(self, objects: list[tuple[Owner, str, Any, list[Any]]]) -> InputError | None:

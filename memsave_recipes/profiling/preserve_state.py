@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.activations.block_state import CONTAINERS
 from memsave_recipes.activations.streaming import stream_of
+from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import is_sharded, local
 
 
@@ -37,13 +39,24 @@ def preserve_state(
 
     Yields:
         The state, from which a run can begin again.
+
+    Raises:
+        InputError: a lazy module has not run, so that its weights would stay.
     """
+    lazy = next((name for name, one in _tensors(model) if is_lazy(one)), None)
+    if lazy is not None:
+        raise InputError(f"model: {lazy} of a lazy module has no size before its first forward: run one forward first")
     with training_mode(model):
         state = SavedState(model, device or device_of(model), everything=everything)
         try:
             yield state
         finally:
             state.put_back()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def device_of(model: nn.Module) -> torch.device:
