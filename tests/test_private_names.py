@@ -41,6 +41,7 @@ IMPORTED = frozenset(
         "torch._C._current_autograd_node",
         "torch._C._distributed_c10d.GradBucket",
         "torch._C._distributed_c10d._compute_bucket_assignment_by_size",
+        "torch._C._len_torch_function_stack",
         "torch._C._profiler.RecordScope",
         "torch._C._profiler._EventType",
         "torch._C._storage_Use_Count",

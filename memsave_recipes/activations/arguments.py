@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memsave_recipes.activations.block_state import copied, is_cache
-from memsave_recipes.activations.side_effects import PLAIN
+from memsave_recipes.activations.side_effects import PLAIN, leaves
 from memsave_recipes.errors import InputError
 
 
@@ -39,7 +39,11 @@ class LayerCall:
     ran: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.is_plain = all(map(_is_plain, chain(self.args, self.kwargs.values())))
+        self.tensors: list[Tensor] = []
+        """Among the arguments but the state."""
+        self.is_plain = _collect((*self.args, *self.kwargs.values()), self.tensors)
+        if not self.is_plain:
+            self.tensors = [leaf for leaf in leaves(self.given) if isinstance(leaf, Tensor)]
         self.before = None if self.is_plain else (copied(self.args), copied(self.kwargs))
         self.takes_list = self.state is not None
 
@@ -64,9 +68,17 @@ def _are_same(some: list[Any], others: tuple[Any, ...]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether no run can change an argument but by writing on a tensor."""
-    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, (Tensor, *PLAIN))
+def _collect(values: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    """Put those of ``values`` into ``tensors``, and tell whether writing on these is all that a run can change."""
+    is_plain = True
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif type(value) is tuple:
+            is_plain &= _collect(value, tensors)
+        else:
+            is_plain &= isinstance(value, PLAIN)
+    return is_plain
 
 
 def split_call(
@@ -80,24 +92,41 @@ def split_call(
     Raises:
         InputError: there is a cache of states, by NOTE [ arguments ].
     """
-    for value in chain(args, kwargs.values()):
-        if is_cache(value) and any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
-            raise InputError(
-                f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
-                "call the model with use_cache=False, or set model.config.use_cache = False"
-            )
-    if not args:
-        names = _parameter_names(getattr(type(module), getattr(method, "__name__", ""), type(module).forward))
-        tensors = (name for name in (*names[:1], *kwargs) if isinstance(kwargs.get(name), Tensor))
-        keyword = next(tensors, None)
-        others = {name: value for name, value in kwargs.items() if name != keyword}
-        return LayerCall(method, (), others, keyword), () if keyword is None else (kwargs[keyword],)
+    if args:
+        call, state = _split_args(method, args, kwargs)
+    else:
+        call, state = _split_kwargs(module, method, kwargs)
+    if not call.is_plain and any(map(_keeps_states, chain(args, kwargs.values()))):
+        raise InputError(
+            f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
+            "call the model with use_cache=False, or set model.config.use_cache = False"
+        )
+    return call, state
+
+
+def _split_args(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[LayerCall, tuple[Any, ...]]:
     first, *rest = args
     if isinstance(first, dict):
         return LayerCall(method, args, kwargs), ()
     if isinstance(first, list):
         return LayerCall(method, tuple(rest), kwargs, state=first), tuple(first)
     return LayerCall(method, tuple(rest), kwargs), (first,)
+
+
+def _split_kwargs(
+    module: nn.Module, method: Callable[..., Any], kwargs: dict[str, Any]
+) -> tuple[LayerCall, tuple[Any, ...]]:
+    names = _parameter_names(getattr(type(module), getattr(method, "__name__", ""), type(module).forward))
+    tensors = (name for name in (*names[:1], *kwargs) if isinstance(kwargs.get(name), Tensor))
+    keyword = next(tensors, None)
+    others = {name: value for name, value in kwargs.items() if name != keyword}
+    return LayerCall(method, (), others, keyword), () if keyword is None else (kwargs[keyword],)
+
+
+def _keeps_states(value: Any) -> bool:
+    return is_cache(value) and any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ()))
 
 
 @cache

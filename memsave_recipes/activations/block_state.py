@@ -18,11 +18,10 @@ import copy
 import random
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +42,6 @@ FORWARDS_OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 CONSTANT = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.ReLU, nn.GELU, nn.SiLU)
 """Modules whose forward reads weights and constants: where they have no other attribute, none is looked at."""
 ABSENT = object()
-_values: Any = dict.values
 _needs_gradient = attrgetter("requires_grad")
 
 
@@ -126,48 +124,54 @@ def _is_same(now: Any, before: Any) -> bool:
     return isinstance(now, set | int | float | str | bytes) and now == before
 
 
-class _Attributes:
-    """Of a class, all but its methods and what Python keeps there; of BatchNorm, all but what counts once."""
+class Space:
+    """Where names stand for values: the ``vars`` of a module or class, or a dictionary that torch keeps of a module.
 
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.held = owner, vars(owner)
-        self.size, self.names = -1, list[str]()
+    Args:
+        held: the dictionary itself.
+        owner: the module or class.
+        is_part: whether it holds submodules, tensors or hooks.
+    """
 
-    def __len__(self) -> int:
-        if len(self.held) != self.size:
-            is_looked_at = _is_data if isinstance(self.owner, type) else _is_not_counted
-            self.size, self.names = len(self.held), [one for one in self.held if is_looked_at(one, self.held[one])]
-        return len(self.names)
+    def __init__(self, held: Any, owner: nn.Module | type, *, is_part: bool = False) -> None:
+        self.held, self.owner, self.is_part = held, owner, is_part
+        self.names = tuple(filter(self._is_looked_at, held))
+        self.names += self.names if len(self.names) == 1 else ()  # so that the getter yields a tuple
+        self.values: Callable[[Any], tuple[Any, ...]] = itemgetter(*self.names) if self.names else _none_of
 
-    def copy(self) -> dict[str, Any]:
-        """As ``dict.copy``."""
-        return {name: self.held[name] for name in self.names if name in self.held} if len(self) else {}
+    def _is_looked_at(self, name: str) -> bool:
+        """Of a class, all but its methods and what Python keeps there; of BatchNorm, all but what counts once."""
+        if self.is_part:
+            return True
+        if isinstance(self.owner, type):
+            value = self.held[name]
+            return not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
+        is_own = name not in OF_TORCH or name == "training"
+        return is_own and not (name == "momentum" and isinstance(self.owner, _BatchNorm))
+
+    def now(self) -> dict[str, Any]:
+        """The names, and what they stand for."""
+        return {name: self.held[name] for name in self.held if self._is_looked_at(name)}
+
+    def get(self, name: str) -> Any:
+        """What one of them stands for; ``None`` where it stands for nothing."""
+        return self.held.get(name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Let it stand for ``value``, or with ``ABSENT`` for nothing."""
+        if isinstance(self.owner, type):
+            if value is not ABSENT:
+                setattr(self.owner, name, value)
+            elif name in self.held:
+                delattr(self.owner, name)
+        elif value is ABSENT:
+            self.held.pop(name, None)
+        else:
+            self.held[name] = value
 
 
-def _is_data(name: str, value: Any) -> bool:
-    return not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
-
-
-def _is_not_counted(name: str, value: Any) -> bool:
-    return name != "momentum"
-
-
-Space = dict[str, Any] | _Attributes
-"""Where names stand for values: the ``vars`` of a module or class, or a dictionary that torch keeps of a module."""
-
-
-def _set(space: Space, name: str, value: Any) -> None:
-    if isinstance(space, _Attributes) and isinstance(space.owner, type):
-        if value is not ABSENT:
-            setattr(space.owner, name, value)
-        elif name in space.held:
-            delattr(space.owner, name)
-        return
-    held = space.held if isinstance(space, _Attributes) else space
-    if value is ABSENT:
-        held.pop(name, None)
-    else:
-        held[name] = value
+def _none_of(held: Any) -> tuple[Any, ...]:
+    return ()
 
 
 class Change(NamedTuple):
@@ -178,12 +182,46 @@ class Change(NamedTuple):
     before: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class _Layout:
+    """The spaces of a block, so that one look at all of them takes no longer than it must.
+
+    Args:
+        spaces: where values are.
+        empty_hooks: dictionaries in which there is no hook, with their modules.
+    """
+
+    def __init__(self, spaces: list[Space], empty_hooks: list[Space]) -> None:
+        self.spaces, self.empty_hooks = spaces, empty_hooks
+        self.all_held = [space.held for space in spaces]
+        self.sizes = [*map(len, self.all_held)]
+        self.hooks = [space.held for space in empty_hooks]
+        filled = [space for space in spaces if space.names]
+        self.getters, self.filled = [space.values for space in filled], [space.held for space in filled]
+
+    def values(self) -> list[Any] | None:
+        """Of all names, one after the other; ``None`` where there are other names."""
+        if self.sizes != [*map(len, self.all_held)] or any(self.hooks):
+            return None
+        try:
+            return [*chain.from_iterable(map(call, self.getters, self.filled))]
+        except KeyError:
+            return None
+
+    def changes(self, values: list[Any]) -> Iterator[Change]:
+        """The names that stood for other ``values``."""
+        left = iter(values)
+        for space in (*self.spaces, *(hooks for hooks in self.empty_hooks if hooks.held)):
+            before, now = dict(zip(space.names, left)), space.now()  # noqa: B905
+            for name in dict.fromkeys(chain(before, now)):
+                if now.get(name, ABSENT) is not before.get(name, ABSENT):
+                    yield Change(space, name, before.get(name, ABSENT))
+
+
+class Found(NamedTuple):
     """What a block holds at one moment."""
 
-    spaces: list[Space]
-    values: list[dict[str, Any]]
+    layout: _Layout
+    values: list[Any]
     contents: list[tuple[Space, str, Any, Any]]  # of containers: where it is, it, and a copy
     weights: list[Tensor]
     need_gradients: list[bool]
@@ -205,7 +243,7 @@ class BlockState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which finds its own modules when it first runs."""
-        return {"modules": self.modules, "draws": self.draws, "dicts": None}
+        return {"modules": self.modules, "draws": self.draws, "layout": None}
 
     def look_through(self) -> None:
         """Find the modules and what they hold; again after a run that has added some."""
@@ -213,35 +251,27 @@ class BlockState:
         self.layers = [layer for layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
         self.scripted = [layer for layer in layers if isinstance(layer, torch.jit.ScriptModule)]
         self.is_sharded = any(isinstance(layer, FSDPModule) for layer in self.layers)
-        others = [_Attributes(kind) for kind in _classes(self.layers)]
-        self.owners: list[tuple[Space, nn.Module | type]] = [(space, space.owner) for space in others]
+        self.owned = [Space(vars(kind), kind) for kind in _classes(self.layers)]
+        spaces, hooks = list(self.owned), list[Space]()
         self.batchnorm_buffers: list[tuple[nn.Module, str]] = []
-        dicts, hooks = list[dict[str, Any]](), list[dict[str, Any]]()
         self.tensor_dicts: list[tuple[nn.Module, str, dict[str, Tensor | None]]] = []
         for layer in self.layers:
-            attributes = vars(layer)
-            parts = {"module": attributes["_modules"]}
-            parts |= {} if self.is_sharded else {"parameter": attributes["_parameters"]}
+            held = vars(layer)
+            self.owned.append(Space(held, layer))
+            spaces += [] if _is_constant(layer) else self.owned[-1:]
+            kinds = ["module"] if self.is_sharded else ["module", "parameter"]
             if isinstance(layer, _BatchNorm):
-                others.append(_Attributes(layer))
-                self.owners.append((others[-1], layer))
                 counted = STATISTICS if type(layer).forward in FORWARDS_OF_TORCH else ()
                 self.batchnorm_buffers += [(layer, name) for name in layer._buffers if name not in counted]
             else:
-                parts["buffer"] = attributes["_buffers"]
-                self.owners.append((attributes, layer))
-                if not _is_constant(layer):
-                    dicts.append(attributes)
-            dicts += parts.values()
-            self.tensor_dicts += [(layer, kind, held) for kind, held in parts.items() if kind != "module"]
-            hooks += [attributes[name] for name in OF_HOOKS]
-        self.dicts: Any = [held for held in dicts if held]
-        self.others: list[Space] = [held for held in others if held]
-        spaces: list[Space] = [*dicts, *others]
-        self.mostly_empty: list[Space] = [*hooks, *(space for space in spaces if not space)]
-        self.parts = {id(held) for held in (*dicts, *hooks)} - {id(vars(layer)) for layer in self.layers}
+                kinds.append("buffer")
+            spaces += [Space(held[f"_{kind}s"], layer, is_part=True) for kind in kinds]
+            self.tensor_dicts += [(layer, kind, held[f"_{kind}s"]) for kind in kinds[1:]]
+            hooks += [Space(held[name], layer, is_part=True) for name in OF_HOOKS]
+        spaces += [one for one in hooks if one.held]
+        self.layout = _Layout(spaces, [one for one in hooks if not one.held])
         self.weights = [one for _, kind, _, one in self.tensors() if kind == "parameter" and not is_lazy(one)]
-        own = [(space, *item) for space, _ in self.owners for item in held_in(space).items() if item[0] not in OF_TORCH]
+        own = [(space, *item) for space in self.owned for item in space.now().items() if item[0] not in OF_TORCH]
         self.containers = [(space, name) for space, name, value in own if isinstance(value, CONTAINERS)]
         self.watched = [(space, name) for space, name, value in own if isinstance(value, (Tensor, tuple, *CONTAINERS))]
 
@@ -252,24 +282,23 @@ class BlockState:
 
     def attributes(self) -> Iterator[tuple[nn.Module | type, str, Any]]:
         """Those that are not torch's, with their owners and names."""
-        for space, owner in self.owners:
-            yield from ((owner, *item) for item in held_in(space).items() if item[0] not in OF_TORCH)
+        for space in self.owned:
+            yield from ((space.owner, *item) for item in space.now().items() if item[0] not in OF_TORCH)
 
     def find(self) -> Found:
         """What they hold now."""
-        if self.dicts is None:
+        values = self.layout.values() if self.layout else None
+        if values is None:
             self.look_through()
-        others = self.others
-        if any(self.mostly_empty):
-            others = others + [held for held in self.mostly_empty if held]
+            return self.find()
         contents = [
             (space, name, held, copied(held))
             for space, name in self.containers
-            if isinstance(held := held_in(space).get(name), CONTAINERS)
+            if isinstance(held := space.get(name), CONTAINERS)
         ]
         return Found(
-            [*self.dicts, *others],
-            [*map(dict.copy, self.dicts), *[space.copy() for space in others]],
+            self.layout,
+            values,
             contents,
             self.weights,
             [*map(_needs_gradient, self.weights)],
@@ -279,19 +308,10 @@ class BlockState:
 
     def changes(self, found: Found) -> list[Change]:
         """The names that stand for other values now."""
-        spaces, values = found.spaces, found.values
-        if any(self.mostly_empty):
-            filled = [one for one in self.mostly_empty if one and not any(one is space for space in spaces)]
-            spaces, values = [*spaces, *filled], [*values, *[{} for _ in filled]]
-        now = [space if type(space) is dict else held_in(space) for space in spaces]
-        if [*map(len, now)] == [*map(len, values)] and all(map(is_, _all_values(now), _all_values(values))):
+        now = found.layout.values()
+        if now is not None and all(map(is_, now, found.values)):
             return []
-        return [
-            Change(space, name, before.get(name, ABSENT))
-            for space, held, before in zip(spaces, now, values, strict=True)
-            for name in dict.fromkeys(chain(before, held))
-            if held.get(name, ABSENT) is not before.get(name, ABSENT)
-        ]
+        return list(found.layout.changes(found.values))
 
     def run_with(self, found: Found, function: Callable[..., Any], *inputs: Any) -> Any:
         """``function(*inputs)`` with what was found; afterwards all is as it was before."""
@@ -305,7 +325,7 @@ class BlockState:
         for layer, name, buffer in found.buffers:
             layer._buffers[name] = clone_of(buffer)
         for space, name, _, content in found.contents:
-            _set(space, name, copied(content))
+            space.set(name, copied(content))
         try:
             return function(*inputs)
         finally:
@@ -314,13 +334,13 @@ class BlockState:
             self.put_back(now)
 
     def _is_new(self, change: Change) -> bool:
-        is_watched = isinstance(held_in(change.space).get(change.name), (Tensor, tuple, nn.Module, *CONTAINERS))
-        known = ((space is change.space, name) for space, name in self.watched)
+        is_watched = isinstance(change.space.get(change.name), (Tensor, tuple, nn.Module, *CONTAINERS))
+        known = ((space.owner is change.space.owner, name) for space, name in self.watched)
         return is_watched and (True, change.name) not in known
 
     def has_other_parts(self, found: Found) -> bool:
         """Whether they have other submodules, parameters, buffers or hooks than those that were found."""
-        return any(id(change.space) in self.parts for change in self.changes(found))
+        return any(change.space.is_part for change in self.changes(found))
 
     def put_back(self, found: Found) -> None:
         """What was found, but for the contents of containers."""
@@ -337,7 +357,7 @@ class BlockState:
 
     def _set(self, found: Found, changes: Iterable[Change]) -> None:
         for space, name, value in changes:
-            _set(space, name, value)
+            space.set(name, value)
         if found.need_gradients != [*map(_needs_gradient, found.weights)]:
             for weight, needs_gradient in zip(found.weights, found.need_gradients, strict=True):
                 weight.requires_grad_(needs_gradient)
@@ -345,17 +365,8 @@ class BlockState:
 
 
 def _is_constant(layer: nn.Module) -> bool:
-    names: Any = layer.__constants__ if type(layer) in CONSTANT else ()
-    return type(layer) in CONSTANT and vars(layer).keys() - OF_TORCH <= set(names)
-
-
-def held_in(space: Space) -> Mapping[str, Any]:
-    """The names of a space and what they stand for."""
-    return space if isinstance(space, dict) else space.copy()
-
-
-def _all_values(held: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(_values, held))
+    constants: Any = layer.__constants__ if type(layer) in CONSTANT else ()
+    return type(layer) in CONSTANT and vars(layer).keys() - OF_TORCH <= {*constants, "_is_hf_initialized"}
 
 
 def clone_of(tensor: Tensor | None) -> Tensor | None:

@@ -125,6 +125,7 @@ class Checkpoint:
         self.settings = Settings.now(*inputs)
         self.early_stop = _torchs_checkpoint._enable_checkpoint_early_stop is not False
         self.places: list[weakref.ref[_Place]] = []
+        self.forms: list[Any] = []  # shape, type and device of each, one after the other
         self.next = 0  # of the places, in the second run
         self.to_the_end = False
 
@@ -133,8 +134,9 @@ class Checkpoint:
         return saved_tensors_hooks(self._place, self.unpack_hook)
 
     def _place(self, tensor: Tensor) -> "_Place":
-        place = _Place(tensor.shape, tensor.dtype, tensor.device)
+        place = _Place()
         self.places.append(weakref.ref(place))
+        self.forms += tensor.shape, tensor.dtype, tensor.device
         return place
 
     @contextmanager
@@ -144,7 +146,7 @@ class Checkpoint:
         try:
             yield
         except BaseException:
-            del self.places[before:]
+            del self.places[before:], self.forms[before * 3 :]
             raise
 
     def unpack_hook(self, place: "_Place") -> Tensor:
@@ -184,9 +186,11 @@ class Checkpoint:
         if self.next < len(self.places):
             place = self.places[self.next]()
             if place is not None:  # the graph still needs it
-                if place.shape != tensor.shape or place.dtype != tensor.dtype or place.device != tensor.device:
-                    forms = [f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (tensor, place)]
-                    raise _other_tensors("{}, the first one {}".format(*forms))
+                form = self.forms[self.next * 3 : self.next * 3 + 3]
+                now: list[Any] = [tensor.shape, tensor.dtype, tensor.device]
+                if now != form:
+                    texts = [f"{dtype} {tuple(shape)} on {device}" for shape, dtype, device in (now, form)]
+                    raise _other_tensors("{}, the first one {}".format(*texts))
                 place.tensor = tensor
         self.next += 1
         if self.to_the_end:
@@ -199,11 +203,7 @@ class Checkpoint:
 class _Place:
     """Of a tensor in line, saved in its place."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.tensor: Tensor | None = None
+    tensor: Tensor | None = None
 
 
 class _AllSaved(Exception):
@@ -286,7 +286,15 @@ class Settings(NamedTuple):
 def _values_of(kinds: tuple[str, ...]) -> tuple[Any, ...]:
     caches = torch.is_autocast_cache_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in kinds]
-    return torch.get_default_device(), *casts
+    return _default_device(), *casts
+
+
+def _default_device() -> torch.device:
+    """As ``torch.get_default_device``, which takes longer to find that there is no mode and so none is set."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else CPU
+
+
+CPU = torch.device("cpu")
 
 
 @cache

@@ -24,7 +24,6 @@ import warnings
 from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from math import inf
 from operator import attrgetter, ne
 from types import FunctionType, GeneratorType, MethodType, ModuleType
@@ -43,7 +42,7 @@ from memsave_recipes.activations.block_state import (
     BlockState,
     Change,
     Found,
-    held_in,
+    Space,
     is_cache,
     on_copies_of_buffers,
     random_numbers,
@@ -103,14 +102,12 @@ class SideEffects:
     def around(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """``function`` for its first run, and for later ones: as ``once``."""
         found: Found | None = None
-        given = getattr(function, "given", ())
-        tensors_given: list[Tensor] = []
-        writes: list[int] = []
+        given: tuple[Any, ...] = getattr(function, "given", ())
+        tensors_given: list[Tensor] = getattr(function, "tensors", [])
+        writes = _writes_on(tensors_given)
 
         def first(*inputs: Any) -> Any:
-            nonlocal found, tensors_given, writes
-            tensors_given = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
-            writes = _writes_on(tensors_given)
+            nonlocal found
             found = self.state.find()
             if self.state.scripted:
                 raise InputError(
@@ -154,7 +151,8 @@ class SideEffects:
         look, drawn = _CloseLook(state, given), random_numbers()
         outputs = function(*inputs)
         if random_numbers() != drawn:
-            state.draws, found = True, replace(found, random=drawn)
+            state.draws = True
+            found.random.update(drawn)
         if refusal := look.refusal_of_given():
             raise refusal
         refusal, has_other_parts = look.refusal(), state.has_other_parts(found)
@@ -215,7 +213,7 @@ def undone(module: nn.Module) -> Iterator[list[Change]]:
         if refusal := tensors.refusal():
             raise refusal
         changes += state.undo(found)
-        changes += [Change({}, name, was) for name, was in drawn.items() if RANDOM[name][0]() != was]
+        changes += [Change(Space({}, module), name, was) for name, was in drawn.items() if RANDOM[name][0]() != was]
         set_random_numbers(drawn)
 
 
@@ -226,7 +224,7 @@ class _Tensors:
         self.state = state
         self.tensors = [one for _, _, held in state.tensor_dicts for one in held.values() if one is not None]
         for space, name in state.watched:
-            self.tensors += [leaf for leaf in leaves(held_in(space).get(name)) if isinstance(leaf, Tensor)]
+            self.tensors += [leaf for leaf in leaves(space.get(name)) if isinstance(leaf, Tensor)]
         self.writes = _writes_on(self.tensors)
 
     def refusal(self) -> InputError | None:
@@ -316,22 +314,22 @@ def _changes_a(given: Any) -> str:
 
 def leaves(value: Any) -> Iterator[Any]:
     """What is in lists, deques, dicts and tuples, at any depth, and the tensors of caches."""
-    if isinstance(value, (Tensor, *PLAIN)):
-        yield value
-        return
-    if is_cache(value):
-        parts = [*vars(value).values(), *map(vars, getattr(value, "layers", ()))]
-        yield from (leaf for leaf in leaves(parts) if isinstance(leaf, Tensor))
-        return
-    if isinstance(value, UserDict):
-        value = value.data
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, SEQUENCES):
-        for one in value:
-            yield from leaves(one)
-    else:
-        yield value
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, (Tensor, *PLAIN)):
+            yield one
+        elif is_cache(one):
+            parts = [*vars(one).values(), *map(vars, getattr(one, "layers", ()))]
+            yield from (leaf for leaf in leaves(parts) if isinstance(leaf, Tensor))
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, SEQUENCES):
+            left += one
+        elif isinstance(one, UserDict):
+            left.append(one.data)
+        else:
+            yield one
 
 
 def _writes_on(tensors: Iterable[Tensor]) -> list[int]:
