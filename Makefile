@@ -57,7 +57,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --
 test: install  ## the tests (half an hour on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
-test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 400 command lines (11 minutes)
+test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 500 command lines (11 minutes)
 	$(PYTEST) -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
 
 test-cpus: install  ## predictions and equality with the instructions of other processors (10 minutes)

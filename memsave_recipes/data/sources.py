@@ -32,7 +32,7 @@ from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.errors import InputError, check_file, is_text
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import loading_by_name
-from memsave_recipes.text import join_names
+from memsave_recipes.text import join_names, printable
 
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
 # Folders whose files no library counts as its own.
@@ -42,6 +42,8 @@ VALIDATION_FRACTION = 0.1  # of labelled samples
 ROWS_AT_ONCE, MANY_ROWS = 256, 1000
 VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
+
+NOTED = {"unused": datasets.Value("string"), "holds_rows": datasets.Value("string")}  # what a run says of rows
 
 Splits = dict[str, datasets.Dataset]
 Row = tuple[int, Any]  # its number in its file, from 1, and its values by their columns
@@ -129,7 +131,7 @@ def rows_of(path: str, source: str, *, column: str | None = None) -> Iterator[Ro
     """Read the rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet``, one by one but for a ``.json`` of an array.
 
     Args:
-        column: the only one that is needed, so that a ``.parquet`` that has it is read no further.
+        column: the only one whose values are needed, so that of a ``.parquet`` that has it no others are read.
 
     Raises:
         InputError: the file is not what its ending says. Rows are counted from 1, those of a ``.jsonl`` are its lines.
@@ -191,9 +193,12 @@ def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
 
 
 def _rows_of_parquet(path: str, source: str, column: str | None) -> Iterator[Row]:
+    """Read the rows; columns beside ``column`` are only said to be there: ``True``."""
     with loading_by_name(path, source, "check the file"):
         rows = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
-        yield from enumerate(rows.select_columns(column) if column in rows.features else rows, start=1)
+        others = dict.fromkeys(rows.features if column in rows.features else (), True)
+        for number, row in enumerate(rows.select_columns(column) if others else rows, start=1):
+            yield number, {**others, **row}
 
 
 def first_of(names: Iterable[str], at_most: int) -> str:
@@ -213,9 +218,59 @@ def of_left_out(num_read: int, endings: Counter[str]) -> list[str]:
 def of_unused(keys: Collection[str]) -> list[str]:
     """Name the keys that nobody reads in a line, ``column id is not used``; no line where there are none."""
     columns = sorted(key.removeprefix("column ") for key in keys if key.startswith("column "))
-    named = [f"column{'s' * (len(columns) > 1)} {', '.join(columns)}"] if columns else []
-    named += sorted(key for key in keys if not key.startswith("column "))
-    return [f"{', '.join(named)} {'is' if len(keys) == 1 else 'are'} not used"] if keys else []
+    named = [f"column{'s' * (len(columns) > 1)} {first_of(columns, MAX_NAMED)}"] if columns else []
+    if others := sorted(key for key in keys if not key.startswith("column ")):
+        named.append(first_of(others, MAX_NAMED))
+    return [printable(f"{', '.join(named)} {'is' if len(keys) == 1 else 'are'} not used")] if keys else []
+
+
+def rows_inside(cells: Sequence[str], at: int, label_at: int | None = None) -> list[list[str]]:
+    """Read the lines of cell ``at`` as rows of its table, as if no quote had opened it; none of a cell of one line.
+
+    With ``label_at``, rows of which the cell holds no value in that column are left out.
+    """
+    if "\n" not in cells[at]:
+        return []
+    first, *inner, last = (next(csv.reader([line]), []) for line in cells[at].split("\n"))
+    begins = [[*cells[:at], *first]] if label_at is None or label_at >= at else []
+    ends = [[*last, *cells[at + 1 :]]] if label_at is None or label_at < len(last) else []
+    return [*begins, *inner, *ends]
+
+
+def holds_rows(path: str, row: Any) -> bool:
+    """Tell whether lines of a cell of a CSV read as whole rows, as where a stray quote has swallowed them.
+
+    Lines of prose with as many commas do not: a space follows these.
+    """
+    if not path.lower().endswith(".csv") or len(row) < 2:
+        return False
+    cells = ["" if cell is None else cell for cell in row.values()]
+    found = (rows_inside(cells, at) for at in range(len(cells)))
+    return any(rows and all(_looks_like_one_of(inside, cells) for inside in rows) for rows in found)
+
+
+def _looks_like_one_of(inside: list[str], cells: list[str]) -> bool:
+    return len(inside) == len(cells) and not any(cell.startswith(" ") for cell in inside[1:])
+
+
+def given_keys(row: Any) -> set[str]:
+    """Return the keys with a value."""
+    return {key for key, item in row.items() if item not in (None, "", [], {})} if isinstance(row, dict) else set()
+
+
+def noted(unused: Iterable[str] = (), holds_rows: str = "") -> dict[str, str]:
+    """Return the columns ``NOTED`` of a row: its keys that nobody reads, and its place if it ``holds_rows``."""
+    return {"unused": json.dumps(sorted(unused), ensure_ascii=False), "holds_rows": holds_rows}
+
+
+def of_rows(splits: Iterable[datasets.Dataset]) -> list[str]:
+    """Say once what ``NOTED`` holds of the rows of all splits."""
+    columns = {name: {value for rows in splits for value in rows.unique(name)} for name in NOTED}
+    notes = of_unused({key for keys in columns["unused"] for key in json.loads(keys)})
+    if places := sorted(columns["holds_rows"] - {""}):
+        rule = "if a stray double quote opens one, write it twice"
+        notes.append(f"a text holds lines that read as rows of the table ({first_of(places, 1)}): {rule}")
+    return notes
 
 
 def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:

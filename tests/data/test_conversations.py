@@ -427,6 +427,15 @@ def test_what_nobody_reads_is_named_once(write):
     assert load(write([turns({**USER, "loss": True}, REPLY)])).notice.startswith("the mark to count turns that")
 
 
+def test_lines_of_a_prompt_that_read_as_rows_are_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\n"Why,not\nHow,so\nSize 5",ok\nWho,me\n')
+    notice = load(str(path)).notice
+    assert f"rows of the table (--train_file {path} row 1 and 1 more): if a stray double quote opens one" in notice
+    path.write_text('prompt,completion\n"Why, then?\nHow",so\nWho,me\n')
+    assert load(str(path)).notice is None
+
+
 def test_tools_make_another_conversation(write):
     plain, same, tools = ({"messages": [USER, REPLY], "tools": tools} for tools in (None, [], TOOLS))
     digests = load(write([plain, same, tools])).train["digest"]

@@ -169,7 +169,7 @@ def test_files_of_all_kinds_in_the_order_of_the_words(tmp_path):
     assert both(splits) == (train, ["good"])
     source = f"--train_file {tmp_path}/table.csv and 5 more"
     assert splits.notice == (
-        f"note: files of {source}: 8 (1 with other endings skipped); rows of {source} left out "
+        f"note: files of {source}: 8 (1 with other endings skipped); column id is not used; rows of {source} left out "
         f"because they have no text: 19; rows of --validation_file {good} left out because they have no text: 1"
     )
 
@@ -293,6 +293,43 @@ def test_the_ends_of_few_documents_are_held_out(tmp_path):
     splits = load_documents(TextArguments(train_file=[write_jsonl(tmp_path / "a.jsonl", rows)]))
     assert [head + tail for head, tail in zip(*both(splits), strict=True)] == [row["text"] for row in rows]
     assert "each of its 19 documents are held out" in splits.notice
+
+
+# What nobody reads
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.parquet", "set", "stream"])
+def test_columns_that_nobody_reads_are_named_once(tmp_path, name):
+    rows = [{"text": text, "url": "u", "stars": 3, "empty": None} for text in stories(40)]
+    path, flag, stream_bytes = tmp_path / name, "train_file", None
+    if name.endswith(".csv"):
+        datasets.Dataset.from_list(rows).to_csv(path)
+    elif name.endswith(".parquet"):
+        write_parquet(path, rows)
+    elif name.startswith("a."):
+        write_jsonl(path, rows)
+    else:
+        write_parquet(path / "train.parquet", rows)
+        flag, stream_bytes = "dataset", 1000 if name == "stream" else None
+    flags = TextArguments(**{flag: [str(path)] if flag == "train_file" else str(path)})
+    notice = load_documents(flags, stream_bytes=stream_bytes).notice
+    is_text = name in ("a.csv", "a.jsonl", "a.json")  # where a null is a column that is not given
+    assert f"columns {'stars, url' if is_text else 'empty, stars, url'} are not used; " in notice
+    many = [{"text": text, f"key {at}": 1} for at, text in enumerate(stories(40))]
+    notice = load_documents(TextArguments(train_file=[write_jsonl(tmp_path / "many.jsonl", many)])).notice
+    assert "columns key 0, key 1, key 10, " in notice
+    assert " and 28 more are not used; " in notice
+
+
+def test_lines_of_a_text_that_read_as_rows_are_named(tmp_path):
+    """A stray quote opens the first text, and another one ends it three rows later."""
+    rule = "if a stray double quote opens one, write it twice"
+    (tmp_path / "a.csv").write_text('text,id\n"big,1\nred,2\nsize 5",3\nlast,4\n')
+    splits = load_documents(TextArguments(train_file=[str(tmp_path / "a.csv")]))
+    place = f"row 1 of --train_file {tmp_path}/a.csv"
+    assert f"a text holds lines that read as rows of the table ({place}): {rule}; " in splits.notice
+    (tmp_path / "b.csv").write_text('text,id\n"one,\ntwo three\n",1\n"say ""no"", or\ngo",2\n')
+    assert rule not in load_documents(TextArguments(train_file=[str(tmp_path / "b.csv")])).notice
 
 
 # Data sets by name

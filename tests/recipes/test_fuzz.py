@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 FEW = (0, 12)  # a seed and how many lines
-MANY = pytest.param(1, 80, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+MANY = pytest.param(1, 100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,16 @@ import numpy as np
 from datasets import Features, Value
 
 from memsave_recipes.data.sources import (
+    NOTED,
     Splits,
     find_files,
     generated,
+    given_keys,
     hold_out,
     hold_out_smallest,
-    of_unused,
+    holds_rows,
+    noted,
+    of_rows,
     parse_source,
     progress_bars,
     read_files,
@@ -71,7 +75,7 @@ CONVERSATION = Features(
         "place": Value("string"),  # for messages: the file and the row
         "digest": Value("int64"),
         "held_out": Value("bool"),  # of the toy set
-        "unused": Value("string"),  # keys that are not read, as JSON
+        **NOTED,
     }
 )
 
@@ -137,8 +141,7 @@ def load_conversations(
         return _docstring_chats()
     words = {"train": flags.train_file, "validation": flags.validation_file}
     splits = {split: _read_files(f"--{split}_file", named) for split, named in words.items() if named}
-    unused = {key for rows in splits.values() for keys in rows.unique("unused") for key in json.loads(keys)}
-    notes = of_unused(unused)
+    notes = of_rows(splits.values())
     if list(splits) == ["train"]:
         parts, note = _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
         return TextSplits(**parts, notice="; ".join([note, *notes]))
@@ -167,6 +170,7 @@ def _conversations_of(files: Iterable[tuple[str, int]], flag: str, version: str)
         keys = None
         for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"
+            held = place if holds_rows(path, row) else ""
             row = _without_nulls(row) if path.lower().endswith(".parquet") else row
             keys = keys or _format_of(row, place)
             chat = read_conversation(row, place, keys)
@@ -174,17 +178,15 @@ def _conversations_of(files: Iterable[tuple[str, int]], flag: str, version: str)
             if not set(learned) - set(chat.get("uncounted", ())):
                 what = "turn of the assistant that counts" if learned else "turn of the assistant"
                 raise InputError(f"{place} has no {what}, so nothing to learn from: add one or remove the row")
-            yield as_row(chat, place)
+            yield {**as_row(chat, place), **noted(chat.get("unused", ()), held)}
 
 
 def as_row(chat: Conversation, place: str = "a conversation", held_out: bool = False) -> dict[str, Any]:
     """Return the row of ``CONVERSATION``; ``place`` names it in messages."""
-    unused = chat.get("unused", [])
     parts: list[Any] = [value for key, value in chat.items() if value and key not in ("messages", "unused")]
     digest = digest_of(json.dumps([chat["messages"], *parts] if parts else chat["messages"]).encode())
     text = json.dumps({key: value for key, value in chat.items() if key != "unused"}, ensure_ascii=False)
-    unread = json.dumps(unused, ensure_ascii=False)
-    return {"conversation": text, "place": place, "digest": digest, "held_out": held_out, "unused": unread}
+    return {"conversation": text, "place": place, "digest": digest, "held_out": held_out, **noted()}
 
 
 def texts_of(message: Message) -> Iterator[str]:
@@ -255,7 +257,7 @@ def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None)
 
 def _system_of(row: dict[str, Any], place: str) -> str:
     """Return the system message in a column beside the turns, if there is one."""
-    found = {key: row[key] for key in SYSTEM if key in _given(row)}
+    found = {key: row[key] for key in SYSTEM if key in given_keys(row)}
     texts = {_text_of(value, "text", f"{place} {key}") for key, value in found.items()} - {""}
     if len(texts) > 1:
         raise InputError(f"{place} has different texts as {' and '.join(found)}: keep one of them")
@@ -267,7 +269,7 @@ def _options_of(row: dict[str, Any], place: str) -> dict[str, Any]:
     given = _parsed(row.get(KWARGS) or {}, KWARGS, place)
     if not isinstance(given, dict):
         raise InputError(f"{place}: {KWARGS} is no JSON object: correct the row")
-    columns = {key: WORDS.get(str(row[key]).lower(), row[key]) for key in OPTIONS if key in _given(row)}
+    columns = {key: WORDS.get(str(row[key]).lower(), row[key]) for key in OPTIONS if key in given_keys(row)}
     for key in columns.keys() & given:
         if given[key] != columns[key]:
             raise InputError(f"{place} has another {key} in {KWARGS} than in its column: keep one of them")
@@ -276,7 +278,9 @@ def _options_of(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _marks_of(row: dict[str, Any], messages: list[Any], assistants: list[int], place: str) -> list[bool | None]:
     """Tell of each message whether it is to count in the loss, as its own keys and lists beside the messages say."""
-    marks = [[(key, message[key]) for key in (*COUNTS, *COUNTS_NOT) if key in _given(message)] for message in messages]
+    marks = [
+        [(key, message[key]) for key in (*COUNTS, *COUNTS_NOT) if key in given_keys(message)] for message in messages
+    ]
     for key in (key for key in (*COUNTS, *COUNTS_NOT) if _is_mark_of_row(row.get(key))):
         given = _parsed(row[key], key, place)
         given = given if isinstance(given, list) else [given] * len(assistants)
@@ -302,21 +306,16 @@ def _is_mark_of_row(value: Any) -> bool:
 def _unused_of(row: dict[str, Any], keys: tuple[str, ...]) -> set[str]:
     known = {*keys, "tools", *SYSTEM, KWARGS, *OPTIONS}
     known |= {key for key in (*COUNTS, *COUNTS_NOT) if _is_mark_of_row(row.get(key))}
-    return {f"column {key}" for key in _given(row) - known}
+    return {f"column {key}" for key in given_keys(row) - known}
 
 
 def _unused_of_message(message: dict[str, Any], role_key: str, content_key: str) -> Iterator[str]:
     known = {role_key, content_key, "tool_calls", *REASONING_KEYS, *COUNTS, *COUNTS_NOT}
     known |= {"name", "tool_call_id"} if message.get(role_key) in ("tool", "observation") else set()
-    yield from (f"key {key} of messages" for key in _given(message) - known)
+    yield from (f"key {key} of messages" for key in given_keys(message) - known)
     parts = message.get(content_key)
     for part in parts if isinstance(parts, list) else ():
-        yield from (f"key {key} of parts" for key in _given(part) - {"type", "text"})
-
-
-def _given(value: Any) -> set[str]:
-    """Return the keys with a value."""
-    return {key for key, item in value.items() if item not in (None, "", [], {})} if isinstance(value, dict) else set()
+        yield from (f"key {key} of parts" for key in given_keys(part) - {"type", "text"})
 
 
 def _prompt_and_completion(row: Any, place: str) -> list[Any]:

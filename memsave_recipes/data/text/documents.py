@@ -31,14 +31,20 @@ from datasets import Features, Value
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (
     HELD_OUT,
+    NOTED,
     Splits,
     choose_splits,
     find_files,
     first_of,
     generated,
+    given_keys,
     hold_out_smallest,
+    holds_rows,
     not_utf_8,
+    noted,
     of_each,
+    of_rows,
+    of_unused,
     progress_bars,
     read_files,
     rows_of,
@@ -55,6 +61,7 @@ TEXT_COLUMN = "text"
 ENDINGS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
 TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
+OF_FILES = {**TEXT, "source": Value("int32"), **NOTED}
 TYPES = {"bool": "a truth value", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
 MIN_DOCUMENTS = 20
 # Tests hold broken files on purpose, packages do not belong to the library, and the tables of character sets are
@@ -113,14 +120,17 @@ def load_documents(
     dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column or TEXT_COLUMN
     if dataset is None:
         return _load_files(flags, seed)
+    notes: list[str] = []
     if dataset == STANDARD_LIBRARY:
         with progress_bars(False):
             splits = _read_standard_library()
     elif stream_bytes is None:
-        splits = _read_hub(dataset, config_name, text_column)
+        splits, notes = _read_hub(dataset, config_name, text_column)
     else:
         splits = _stream_hub(dataset, config_name, text_column, stream_bytes)
-    return _finished(*_train_and_validation(splits, dict.fromkeys(splits, f"--dataset {dataset}")))
+        notes = of_rows(splits.values())
+    written, further = _train_and_validation(splits, dict.fromkeys(splits, f"--dataset {dataset}"))
+    return _finished(written, notes + further)
 
 
 def check_sources(flags: TextArguments, stream_bytes: int | None, only_validation: bool) -> None:
@@ -139,12 +149,13 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
     found = {split: find_files(f"--{split}_file", named, ENDINGS) for split, named in words.items() if named}
     sources = {split: f"--{split}_file {first_of(words[split], 1)}" for split in found}
-    features, column = Features({**TEXT, "source": Value("int32")}), flags.text_column or TEXT_COLUMN
+    features, column = Features(OF_FILES), flags.text_column or TEXT_COLUMN
     splits = {
         split: read_files(files, _documents_of, features, sources[split], flag=f"--{split}_file", text_column=column)
         for split, files in found.items()
     }
     notes = [note for split, files in found.items() for note in files.notes(sources[split])]
+    notes += of_rows(splits.values())
     written, further = _train_and_validation(splits, sources)
     if flags.mix_weights is not None:
         written["train"], note = mix(written["train"], words["train"], flags.mix_weights, seed)
@@ -155,15 +166,16 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
 def _documents_of(
     files: Iterable[tuple[str, int]], flag: str, text_column: str, version: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows: ``text``, ``None`` or blank where there is none, and ``source``, the number of the word."""
-    for path, source in files:
-        yield from ({"text": text, "source": source} for text in _texts_of(path, f"{flag} {path}", text_column))
+    """Yield rows: ``text``, ``None`` or blank where there is none, ``source``, the number of the word, and NOTED."""
+    for path, word in files:
+        source = f"{flag} {path}"
+        if path.lower().endswith((".txt", ".md")):
+            yield from ({"text": text, "source": word, **noted()} for text in _texts_of_plain_file(path, source))
+        else:
+            yield from ({**row, "source": word} for row in _rows_with_text(path, source, text_column))
 
 
-def _texts_of(path: str, source: str, text_column: str) -> Iterator[str | None]:
-    if path.lower().endswith((".txt", ".md")):
-        yield from _texts_of_plain_file(path, source)
-        return
+def _rows_with_text(path: str, source: str, text_column: str) -> Iterator[dict[str, Any]]:
     columns, is_there = None, False
     for number, row in rows_of(path, source, column=text_column):
         place = f"row {number} of {source}"
@@ -171,7 +183,9 @@ def _texts_of(path: str, source: str, text_column: str) -> Iterator[str | None]:
             raise InputError(f"{place} is not a JSON object: each row must be one")
         columns = columns or (place, row.keys())
         is_there = is_there or text_column in row
-        yield text_of(row.get(text_column), place, text_column)
+        unused = [f"column {key}" for key in given_keys(row) - {text_column}]
+        held = place if holds_rows(path, row) else ""
+        yield {"text": text_of(row.get(text_column), place, text_column), **noted(unused, held)}
     if columns and not is_there:
         raise no_text_column(*columns, text_column)
 
@@ -333,12 +347,14 @@ def _standard_library(root: str, version: str) -> Iterator[dict[str, str]]:
                 yield {"text": text, "path": path.relative_to(root).as_posix()}
 
 
-def _read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
+def _read_hub(dataset: str, config_name: str | None, text_column: str) -> tuple[Splits, list[str]]:
     source = f"--dataset {dataset}"
     with _loading(dataset):
         splits = datasets.load_dataset(dataset, config_name)
     chosen = choose_splits(splits, source)
-    return {split: _only_text(splits[name], text_column, source) for split, name in chosen.items()}
+    names = {name for split in chosen.values() for name in splits[split].column_names} - {text_column}
+    texts = {split: _only_text(splits[name], text_column, source) for split, name in chosen.items()}
+    return texts, of_unused({f"column {name}" for name in names})
 
 
 def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> datasets.Dataset:
@@ -365,21 +381,21 @@ def _stream_hub(dataset: str, config_name: str | None, text_column: str, num_byt
     }
     sizes = {"train": num_bytes, "validation": ceil(HELD_OUT * num_bytes)}
     return {
-        split: generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
+        split: generated(_streamed, Features({**TEXT, **NOTED}), source, split=name, num_bytes=sizes[split], **options)
         for split, name in chosen.items()
     }
 
 
 def _streamed(
     dataset: str, config_name: str | None, split: str, text_column: str, num_bytes: int, version: str
-) -> Iterator[dict[str, str]]:
+) -> Iterator[dict[str, Any]]:
     num_read = 0
     with _loading(dataset):
         for row in datasets.load_dataset(dataset, config_name, split=split, streaming=True):
             if text_column not in row:
                 raise no_text_column(f"--dataset {dataset}", row, text_column)
             text = text_of(row[text_column], f"--dataset {dataset}", text_column) or ""
-            yield {"text": text}
+            yield {"text": text, **noted(f"column {key}" for key in row if key != text_column)}
             num_read += len(text.encode())
             if num_read >= num_bytes:
                 return

@@ -10,7 +10,6 @@ docstrings that open with the same words only the first is kept.
 """
 
 import ast
-import csv
 import glob
 import re
 from collections import Counter
@@ -39,6 +38,7 @@ from memsave_recipes.data.sources import (
     of_unused,
     parse_source,
     progress_bars,
+    rows_inside,
     rows_of,
     source_files,
     source_folder,
@@ -439,11 +439,8 @@ def _check_quotes(table: _Table, columns: dict[str, str]) -> None:
     at_label, labels = (names.index(column), set(map(str, rows[column]))) if column in names else (0, set())
     for number, cells in enumerate(zip(*(rows[name] for name in names), strict=True), start=1):
         texts = ["" if cell is None else str(cell) for cell in cells]
-        for at, text in ((at, text) for at, text in enumerate(texts) if "\n" in text):
-            first, *others = (next(csv.reader([line]), []) for line in text.split("\n"))
-            *inner, last = others
-            inside = [[*texts[:at], *first]] if at_label >= at else []
-            inside += [*inner, *([[*last, *texts[at + 1 :]]] if at_label < len(last) else [])]
+        for at in range(len(texts)):
+            inside = rows_inside(texts, at, at_label)
             if inside and all(len(row) == len(names) and row[at_label] in labels for row in inside):
                 raise InputError(
                     f"{table.source}: row {number} has whole rows in its column {names[at]}, so a stray double quote "
