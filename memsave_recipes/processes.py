@@ -65,6 +65,7 @@ RESTARTED = "MEMSAVE_RESTARTED"
 """In the environment of ranks that come after others of the same launch."""
 
 MAX_DEFAULT_WORKERS = 4
+BUSY = 1.5  # processes that want a core, above which another run would measure other seconds
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
 """torch's errors on a lost worker; the former may be the cause of the latter."""
@@ -264,10 +265,21 @@ def num_workers(asked: int | None, accelerator: Accelerator) -> int:
     if asked is not None or accelerator.device.type == "cpu" or sys.platform != "linux":
         return asked or 0
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = max(0, min(MAX_DEFAULT_WORKERS, cores // ranks_here - 1))
+    chosen = max(0, min(MAX_DEFAULT_WORKERS, _num_cores() // ranks_here - 1))
     accelerator.print(f"{chosen} processes load data for each rank: --dataloader_num_workers takes another number")
     return chosen
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_busy_host() -> str | None:
+    """Return a line where so many processes want the cores that seconds which are measured here are rough."""
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0, _num_cores()
+    if load <= BUSY * cores:
+        return None
+    return f"note: this machine is busy (load {load:.1f} on {cores} cores): measured seconds, and choices by them, vary"
 
 
 def serve_parent_only(worker_id: int = 0) -> None:

@@ -170,3 +170,10 @@ def join_names(names: Iterable[object], at_most: int | None = None) -> str:
     """``a, b, c``, sorted, with ``...`` after the first ``at_most``; ``none`` where there are none."""
     found = sorted(map(str, names))
     return ", ".join(found[:at_most] + ["..."] * (at_most is not None and len(found) > at_most)) or "none"
+
+
+def first_of(names: Iterable[str], at_most: int) -> str:
+    """The first names, ``a, b and 7 more``."""
+    named = list(names)
+    others = f" and {len(named) - at_most:,} more" if len(named) > at_most else ""
+    return ", ".join(named[:at_most]) + others

@@ -32,7 +32,7 @@ from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.errors import InputError, check_file, is_text
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import loading_by_name
-from memsave_recipes.text import join_names, printable
+from memsave_recipes.text import first_of, join_names, printable
 
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
 # Folders whose files no library counts as its own.
@@ -199,13 +199,6 @@ def _rows_of_parquet(path: str, source: str, column: str | None) -> Iterator[Row
         others = dict.fromkeys(rows.features if column in rows.features else (), True)
         for number, row in enumerate(rows.select_columns(column) if others else rows, start=1):
             yield number, {**others, **row}
-
-
-def first_of(names: Iterable[str], at_most: int) -> str:
-    """Write the first names, ``a, b and 7 more``."""
-    named = list(names)
-    others = f" and {len(named) - at_most:,} more" if len(named) > at_most else ""
-    return ", ".join(named[:at_most]) + others
 
 
 def of_left_out(num_read: int, endings: Counter[str]) -> list[str]:

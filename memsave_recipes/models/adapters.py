@@ -265,7 +265,7 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
     with packages_of("text", "adapters"):
         from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
-        from memsave_recipes.models.pretrained import LOADING_ERRORS
+        from memsave_recipes.models.pretrained import LOADING_ERRORS, check_base
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():
         raise InputError(f"{source} holds no {ADAPTER_WEIGHTS}, and other files are not read: save them with peft")
@@ -280,6 +280,7 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
             is_float16 = next(model.parameters()).dtype == torch.float16  # whose adapters were trained in float32
             if next(model.parameters()).is_meta:
                 return get_peft_model(model, config, autocast_adapter_dtype=False)
+            check_base(folder)
             return PeftModel.from_pretrained(
                 model, str(folder), config=config, is_trainable=True, autocast_adapter_dtype=is_float16
             )

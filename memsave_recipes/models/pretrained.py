@@ -3,6 +3,9 @@
 A folder of adapters names the model that they were trained on; ``adapters.py`` puts them into it.
 """
 
+import hashlib
+import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,12 +34,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.errors import InputError, option
-from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.hub import ask_hub_for, folder_of, reason
 from memsave_recipes.losses import REGRESSION, SINGLE, ProblemType
 from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.slices import ON_META, WholeOnly, leave_in_files, made_whole, mark_as_read
 from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.text import read_json, sanitized
+from memsave_recipes.text import first_of, printable, read_json, sanitized
 
 LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError, AssertionError, AttributeError),
@@ -52,7 +55,12 @@ SIZES = (
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base"
 """The folder beside adapters of a model from scratch that holds its weights."""
+BASE_DIGEST = "base_digest.json"
+"""Beside adapters: what the files of their base were."""
+PIECES, PIECE_BYTES = 64, 4096  # of each of them, evenly spaced
 LABELS = "id2label.json"
+MOST_NAMED = 3  # tensors in a line
+LOGGER = logging.getLogger(__name__)
 Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 
 
@@ -90,8 +98,10 @@ class TransformerArguments:
 
     @property
     def name(self) -> str:
-        """The model's name in tables and dashboards."""
-        return self.model_type or Path(str(self.model_name_or_path)).name
+        """The model's name in tables and dashboards; of the ``final/`` of a run, the name of the run."""
+        source = str(self.model_name_or_path)
+        path = Path(os.path.abspath(source)) if os.path.isdir(source) else Path(source)
+        return self.model_type or (path.parent.name if path.name == "final" else path.name)
 
     @property
     def adapter(self) -> str | None:
@@ -178,6 +188,34 @@ def base_of_adapter(folder: str | Path) -> str:
             "base_model_name_or_path"
         )
     return base
+
+
+def write_base_digest(folder: Path) -> None:
+    """Write what the files of the base of the adapters in ``folder`` are, if they are here."""
+    if (digest := _digest_of_base(base_of_adapter(folder))) is not None:
+        (folder / BASE_DIGEST).write_text(json.dumps({"digest": digest}) + "\n", encoding="utf-8")
+
+
+def check_base(folder: str | Path) -> None:
+    """Say in a line where the base of adapters has other files than when they were saved."""
+    known, now = None, _digest_of_base(base := base_of_adapter(folder))
+    with suppress(OSError, ValueError, AttributeError):
+        known = read_json(Path(folder, BASE_DIGEST).read_text(encoding="utf-8")).get("digest")
+    if known is not None and now not in (None, known) and os.environ.get("LOCAL_RANK", "0") == "0":
+        LOGGER.warning("note: the weights of %s have changed since the adapters of %s were saved", base, folder)
+
+
+def _digest_of_base(name: str) -> str | None:
+    """Return a digest of pieces of the weights' files: an edit of less than a 64th of a file may not change it."""
+    digest, files = hashlib.blake2b(digest_size=16), sorted(folder_of(name).glob("*.safetensors"))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "big"))
+        with open(path, "rb") as file:
+            for piece in range(PIECES):
+                file.seek(piece * size // PIECES)
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest() if files else None
 
 
 def missing_base(source: str | Path, base: str, error: BaseException) -> InputError:
@@ -426,17 +464,54 @@ def _from_pretrained(
             bnb_4bit_compute_dtype=torch.float16 if dtype == torch.float16 else torch.bfloat16,
         )
         options = {"quantization_config": nf4, "device_map": {"": torch.cuda.current_device()}}
-    model: PreTrainedModel = auto_class.from_pretrained(
-        flags.base_name_or_path,
+    return load_weights_of(
+        auto_class,
+        str(flags.base_name_or_path),
+        new_head="id2label" in config_changes,  # a head for other classes is a new head
+        says=flags.adapter is None and options.get("device_map") != ON_META,  # adapters bring the head
         config=config,
         dtype=dtype,
         attn_implementation=flags.attn_implementation,
-        use_safetensors=True,
-        ignore_mismatched_sizes="id2label" in config_changes,  # a head for other classes is a new head
         trust_remote_code=flags.trust_remote_code,
         **options,
     )
-    return model
+
+
+def load_weights_of(
+    auto_class: Any, source: str | Path, *, new_head: bool, says: bool = True, **options: Any
+) -> PreTrainedModel:
+    """Load a model by ``from_pretrained``, whose report of several lines becomes one, if this process ``says`` it.
+
+    Raises what transformers does, and ``ValueError`` for a tensor of another shape, unless it may be a ``new_head``.
+    """
+    reports: list[str] = []
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        reports.extend([record.getMessage()] * is_report)
+        return not is_report
+
+    logger.addFilter(is_other)
+    try:
+        options |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, found = auto_class.from_pretrained(source, **options)
+    except RuntimeError as error:
+        if "CONVERSION" not in str(error):
+            raise
+        names = [line.split("|")[0] for report in reports for line in report.splitlines() if "CONVERSION" in line]
+        raise ValueError(f"transformers cannot convert its {first_of(names, 1)}") from error
+    finally:
+        logger.removeFilter(is_other)
+    for name, there, here in sorted(found["mismatched_keys"]) if not new_head else ():
+        raise ValueError(f"its files hold {name} of {tuple(there)}, and the model's is {tuple(here)}")
+    new = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    unread = sorted(found["unexpected_keys"])
+    lines = [f"new, at random: {first_of(new, MOST_NAMED)}"] if new else []
+    lines += [f"in its files and not read: {first_of(unread, MOST_NAMED)}"] if unread else []
+    if lines and says and os.environ.get("LOCAL_RANK", "0") == "0":
+        LOGGER.warning("note: tensors of %s: %s", source, printable("; ".join(lines)))
+    return cast(PreTrainedModel, model)
 
 
 def _in_slices(in_slices: Callable[[], PreTrainedModel], whole: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -53,6 +53,7 @@ from memsave_recipes.models.pretrained import (
     base_of_adapter,
     check_files,
     is_adapter,
+    load_weights_of,
     missing_base,
     open_image_processor,
     problem_of,
@@ -305,7 +306,7 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
         task = _task_of(config)
         if task is None:
             raise InputError(f"{path} holds {config.model_type}, no classifier or causal language model: take another")
-        model = KINDS[task][0].from_pretrained(path, config=config, use_safetensors=True, **options)
+        model = load_weights_of(KINDS[task][0], path, new_head=False, config=config, **options)
     is_image = task == "image-classification"
     names = () if task == "text-generation" else tuple(str(name) for _, name in sorted(config.id2label.items()))
     return SavedModel(
@@ -327,8 +328,8 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     check_files(base)
     try:
         config = AutoConfig.from_pretrained(base, **({"id2label": names} if names else {}), **options)
-        ignored = {"ignore_mismatched_sizes": bool(names)}  # the adapters bring the head
-        model = KINDS[task][0].from_pretrained(base, config=config, use_safetensors=True, **ignored, **options)
+        brings_head = {"new_head": bool(names), "says": False}  # the adapters have it
+        model = load_weights_of(KINDS[task][0], base, config=config, **brings_head, **options)
     except LOADING_ERRORS as error:
         raise missing_base(path, base, error) from error
     if task == "image-classification":

@@ -285,7 +285,7 @@ def budget_too_small(
     return InputError(
         f"{BUDGET_FLAG} {to_gib(smallest.budget_bytes):g} is too small for any plan: the smallest that works is "
         f"{gib_that_suffice(smallest.needed_bytes)} (--micro_batch_size {smallest.layout.micro_batch_size}, plan "
-        f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
+        f"{smallest.strategy}), {to_gib(num_bytes):.4g} of it for the {largest}"
         + ("; a smaller --micro_batch_size, or auto, needs less" if is_divisible else "")
         + ("; shards over more ranks need less" if in_shards else "")
         + (f"; --reduce_gradients {PER_MICRO_BATCH} needs less" if smallest.reduces_once else "")

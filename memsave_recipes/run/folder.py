@@ -36,7 +36,7 @@ from memsave_recipes.checkpoints.resume import check_same_flags, committed, read
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import names_in_random_base
-from memsave_recipes.models.pretrained import BASE
+from memsave_recipes.models.pretrained import BASE, write_base_digest
 from memsave_recipes.models.saved import Layout, layout_of
 from memsave_recipes.run.failures import LOG, RunIsDone, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
@@ -288,6 +288,8 @@ def weight_writers(accelerator: Accelerator, model: nn.Module) -> Iterator[Write
         found = gathered(unwrapped, names_of_base, wanted=wanted) if in_shards else unwrapped.state_dict()
         own = {new: found[name] for name, new in names_of_base.items() if name in found}
         yield partial(_save_base, unwrapped, own)
+    if hasattr(unwrapped, "peft_config"):
+        yield write_base_digest
 
 
 def _save_base(model: Any, weights: dict[str, Tensor], folder: Path) -> None:

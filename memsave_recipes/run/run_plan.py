@@ -54,6 +54,7 @@ from memsave_recipes.planner.task import (
 from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
+from memsave_recipes.processes import describe_busy_host
 from memsave_recipes.profiling.memory import empty_cache, read_device_use
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
@@ -323,6 +324,8 @@ class _Measured(_Planning):
 
     def choose(self, layouts: list[BatchLayout]) -> Candidate:
         """Measure and return the fastest candidate that fits."""
+        if self.accelerator.device.type == "cpu" and (busy := describe_busy_host()):
+            self.accelerator.print(busy)
         return self.chosen(self._search(layouts, self._space), lambda: self.step.model)
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:

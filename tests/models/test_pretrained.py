@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 from memsave_recipes.errors import InputError
@@ -197,3 +200,51 @@ def test_what_is_known_of_the_padding_is_believed():
     with padding_known(False):
         assert torch.equal(model(input_ids=tokens, attention_mask=mask).logits, model(input_ids=tokens).logits)
     assert not torch.equal(model(input_ids=tokens, attention_mask=mask).logits, model(input_ids=tokens).logits)
+
+
+# What the files hold of a model
+
+
+def test_a_run_names_the_models_that_go_on_from_it(tmp_path, monkeypatch):
+    names = {"run/final": "run", "mine": "mine", "run/link": "link", "owner/other": "other"}
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert {name: TransformerArguments(model_name_or_path=name).name for name in names} == names
+    monkeypatch.chdir(tmp_path / "run" / "final")
+    assert [TransformerArguments(model_name_or_path=name).name for name in (".", "../final/", "..")] == ["run"] * 3
+
+
+def test_tensors_that_are_new_or_not_read_are_one_line(folder, caplog, capfd):
+    weights = load_file(folder / "model.safetensors")
+    weights["odd\x1b[31m"] = torch.zeros(1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    flags = TransformerArguments(model_name_or_path=str(folder))
+    build_text_classifier(flags, ("a", "b"), torch.float32, pad_token_id=0)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"note: tensors of {folder}: new, at random: score.weight; in its files and not read: odd\\x1b[31m"]
+    assert "REPORT" not in "".join(capfd.readouterr())
+
+
+def test_a_tensor_of_another_shape_is_refused_in_one_line(folder, capfd):
+    config = json.loads((folder / "config.json").read_text()) | {"n_positions": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = r"its files hold transformer.wpe.weight of \(1024, 16\), and the model's is \(3, 16\)"
+    with pytest.raises(InputError, match=words):
+        build_transformer(AutoModelForCausalLM, TransformerArguments(model_name_or_path=str(folder)), dtype=torch.half)
+    assert "REPORT" not in "".join(capfd.readouterr())
+
+
+def test_a_tensor_that_does_not_convert_is_named(folder):
+    """Experts of three sizes, which transformers would stack."""
+    config = MixtralConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_local_experts=2)
+    config.num_attention_heads = config.num_key_value_heads = 2
+    MixtralForCausalLM(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "experts.0" in name)
+    save_file(weights | {name: torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
+    flags = TransformerArguments(model_name_or_path=str(folder))
+    with pytest.raises(InputError, match=r"transformers cannot convert its model\.layers\.0\.mlp\.experts") as error:
+        build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32)
+    assert "\n" not in str(error.value)

@@ -264,7 +264,7 @@ def test_a_budget_that_is_too_small_is_told_what_would_do():
     tight = candidate(budget=3 * WEIGHTS)
     line = told(tight)
     assert "the smallest that works is" in line
-    assert "of which optimizer state take" in line
+    assert " of it for the optimizer state" in line
     for words in ("--lora ", "--optimizer adamw_8bit ", "--shard full over "):
         assert words in line
     assert "; a smaller --micro_batch_size, or auto, needs less" in line

@@ -1,6 +1,7 @@
 """``--micro_batch_size auto``: the same global batch and curve in the memory there is, and a refusal that helps."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -102,3 +103,12 @@ def test_an_impossible_budget_names_what_would_help_and_the_figure_works(train, 
     smallest = line.partition("the smallest that works is ")[2].partition(" ")[0]
     found = train(*tight, str(float(smallest) + 0.0001), output="smallest")
     assert with_context(found["memory"]["peak_allocated_gib"]) <= float(smallest) + 0.0001
+
+
+@pytest.mark.parametrize(("load", "is_said"), [(1.5, False), (1.6, True)])
+def test_a_busy_machine_is_named_before_times_decide(train, capsys, monkeypatch, load, is_said):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * cores, 0.0, 0.0))
+    train(*FLAGS, *AUTO, "--max_steps", "1", "--memory_budget_gib", "1")
+    line = f"note: this machine is busy (load {load * cores:.1f} on {cores} cores): measured seconds, "
+    assert (line in capsys.readouterr().out) == (is_said and IS_CPU)

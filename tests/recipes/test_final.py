@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from lives import write_rows
 from peft import PeftModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -273,6 +274,23 @@ def test_adapters_are_evaluated_and_merged_without_training(run_once, adapted, t
         model = AutoModelForCausalLM.from_pretrained(merged / "final")
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
     assert "Merged from the adapters" in (merged / "final" / "README.md").read_text()
+
+
+@of_tokens
+def test_a_base_that_has_changed_under_its_adapters_is_named(adapted, tmp_path, caplog):
+    for run, name in zip(adapted, ("base", "adapters"), strict=True):
+        shutil.copytree(run / "final", tmp_path / name)
+    path = tmp_path / "adapters" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
+    load(tmp_path / "adapters")
+    assert not caplog.records
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    largest = max(weights, key=lambda name: weights[name].numel())
+    weights[largest] = torch.zeros_like(weights[largest])
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    load(tmp_path / "adapters")
+    line = f"note: the weights of {tmp_path}/base have changed since the adapters of {tmp_path}/adapters were saved"
+    assert [record.getMessage() for record in caplog.records] == [line]
 
 
 LLAMA = f"{QWEN},num_hidden_layers=2,max_position_embeddings=64"

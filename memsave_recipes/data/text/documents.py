@@ -35,7 +35,6 @@ from memsave_recipes.data.sources import (
     Splits,
     choose_splits,
     find_files,
-    first_of,
     generated,
     given_keys,
     hold_out_smallest,
@@ -52,7 +51,7 @@ from memsave_recipes.data.sources import (
 )
 from memsave_recipes.errors import InputError, is_text, option, require
 from memsave_recipes.hub import loading_by_name
-from memsave_recipes.text import join_names
+from memsave_recipes.text import first_of, join_names
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"

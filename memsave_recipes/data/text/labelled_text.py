@@ -32,7 +32,6 @@ from memsave_recipes.data.sources import (
     choose_held_out,
     choose_splits,
     find_files,
-    first_of,
     generated,
     hold_out,
     of_unused,
@@ -48,7 +47,7 @@ from memsave_recipes.errors import InputError, option, require
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.losses import MULTI, REGRESSION, SINGLE, ProblemType
-from memsave_recipes.text import join_names, read_json
+from memsave_recipes.text import first_of, join_names, read_json
 
 BUILT_IN = "docstrings"
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}

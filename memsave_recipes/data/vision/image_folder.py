@@ -19,12 +19,12 @@ from memsave_recipes.data.sources import (
     SPLIT_NAMES,
     Splits,
     choose_splits,
-    first_of,
     generated,
     of_left_out,
     progress_bars,
 )
 from memsave_recipes.errors import InputError, is_text, packages_of
+from memsave_recipes.text import first_of
 
 with packages_of("vision", "images"):
     from PIL import Image

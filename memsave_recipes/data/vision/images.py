@@ -17,7 +17,6 @@ from memsave_recipes.data.sources import (
     Splits,
     choose_held_out,
     choose_splits,
-    first_of,
     hold_out,
     progress_bars,
 )
@@ -41,7 +40,7 @@ from memsave_recipes.errors import InputError, option, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.losses import MULTI, SINGLE, ProblemType
-from memsave_recipes.text import join_names, printable
+from memsave_recipes.text import first_of, join_names, printable
 
 DIGITS_SIZE, PHOTOGRAPH_SIZE = 32, 224
 MAX_CLASSES_NAMED = 12
