@@ -36,7 +36,7 @@ UNLESS_NAMED = {  # by words of a launch without a preset
     "text_classification": "--max_length 16 --global_batch_size 8",
 }
 NOT_RUN = {
-    r"^(pip|python -m venv|onnx/bin|git|hf) |gguf|^make |deepspeed": "installs, or needs a network",
+    r"^(pip|python -m venv|onnx/bin/\S+|git|hf) |gguf|^make |deepspeed": "installs, or needs a network",
     r"^(import|sys\.path|from|TextModel|script\.|END)|<<'END'": "a script for another program",
     r"--push_to_hub|bert_glue|llama_8b|chat_lora|meta-llama": "names a model or data of the Hub",
     r"\$SCRATCH|SLURM|^wait": "SLURM",

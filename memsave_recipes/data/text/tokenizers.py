@@ -175,7 +175,7 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
         beginning = beginning[:-1]
     tokens = [[np.asarray(beginning, dtype=np.int32)] for _ in texts]
     chunks = [(number, chunk) for number, text in enumerate(texts) for chunk in _chunks_for(tokenizer, text)]
-    with ProgressBar(total=len(chunks), unit=" chunks", desc="long documents") as bar:
+    with ProgressBar(total=len(chunks), unit=" chunks", desc="tokenizing long documents") as bar:
         for first in range(0, len(chunks), CHUNKS_AT_ONCE):
             group = chunks[first : first + CHUNKS_AT_ONCE]
             encoded = tokenizer(
