@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._profiler import RecordScope, _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from memsave_recipes.activations.streaming import resident_tensors
 from memsave_recipes.processes import only_errors_of_c10
@@ -92,10 +92,11 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     Python is, is in the tree because the whole block is one event of the host.
     """
     events: list[Event] = []
-    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)  # else 2.11 warns
+    # The one of autograd, as torch.profiler's makes a list of the events as well, which takes longer than the step.
+    profiling = profile(use_kineto=True, profile_memory=True)
     with only_errors_of_c10(), profiling as profiler, record_function("memsave block"):
         yield events
-    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    roots = profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
 
