@@ -108,6 +108,7 @@ class TrainingRun:
             return
         first = self.accelerator.is_main_process
         self._progress = ProgressBar(self.batches, shown=first, unit="step", delay=0, leave=True)
+        freezes = not gc.get_freeze_count()  # a caller that has frozen its own objects keeps them so
         try:
             for number, batch in enumerate(() if self._stops_early() else self._report.clock.loading(self._progress)):
                 self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
@@ -115,11 +116,13 @@ class TrainingRun:
                 yield batch
                 if number == 0:
                     gc.collect()
-                    gc.freeze()  # else each full collection, at any step of any rank, looks at all that was imported
+                    if freezes:  # else each full collection, at any step of any rank, looks at all that was imported
+                        gc.freeze()
                 if self._stops_early():
                     break
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
         if self._average is not None:
             self._average.apply()
 

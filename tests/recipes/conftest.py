@@ -3,7 +3,7 @@
 import gc
 import sys
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,13 @@ import torch
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints import Checkpoints
+from memsave_recipes.data.vision import images
 from memsave_recipes.run.failures import run_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``fuzzing``
 from lives import Killed, be_rank, loaded
+
+images._read_digits = cache(images._read_digits)  # the same 1,797 images for all runs of this process
 
 
 @pytest.fixture(scope="module")

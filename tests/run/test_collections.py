@@ -23,9 +23,12 @@ def run_of(num_steps):
 
 @pytest.fixture(autouse=True)
 def nothing_frozen():
+    before = gc.get_freeze_count()
     gc.unfreeze()
     yield
     gc.unfreeze()
+    if before:  # of the nursery, for the tests that follow
+        gc.freeze()
 
 
 def test_objects_are_frozen_after_the_first_step_until_the_last():
@@ -41,3 +44,10 @@ def test_a_run_that_breaks_off_frees_them():
     assert gc.get_freeze_count() > 0
     steps.close()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_its_caller_has_frozen_stays_so():
+    gc.freeze()
+    of_caller = gc.get_freeze_count()
+    list(TrainingRun.steps(run_of(3)))
+    assert 0 < gc.get_freeze_count() <= of_caller
