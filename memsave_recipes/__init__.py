@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memsave_recipes.integrations.planned_training import PlannedTraining, prepare
     from memsave_recipes.integrations.trainer_callback import MemsaveCallback
     from memsave_recipes.losses import linear_cross_entropy
+    from memsave_recipes.models.fused_ops import fuse_operators
     from memsave_recipes.planner import StaticMemory, make_plan
     from memsave_recipes.planner.search import Candidate, Choice
     from memsave_recipes.planner.task import Task, estimate
@@ -45,6 +46,7 @@ __all__ = [
     "Verdict",
     "apply_plan",
     "estimate",
+    "fuse_operators",
     "keep_state_on_host",
     "linear_cross_entropy",
     "make_plan",
@@ -61,6 +63,7 @@ _MODULES = {
     "integrations.planned_training": ("PlannedTraining", "prepare"),
     "integrations.trainer_callback": ("MemsaveCallback",),
     "losses": ("linear_cross_entropy",),
+    "models.fused_ops": ("fuse_operators",),
     "planner": ("StaticMemory", "make_plan"),
     "planner.search": ("Candidate", "Choice"),
     "planner.task": ("Task", "estimate"),

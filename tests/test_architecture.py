@@ -51,7 +51,10 @@ TABLE = {
         {"activations", "estimation", "hub", "models", "plans", "processes", "profiling", "sharding", "step"},
         {"torch", "psutil", "transformers"},
     ),
-    "integrations": ({"activations", "planner", "plans", "profiling", "step"}, {"torch", "transformers", "lightning"}),
+    "integrations": (
+        {"activations", "models", "planner", "plans", "profiling", "step"},
+        {"torch", "transformers", "lightning"},
+    ),
     "compare": (set(), set()),
     "dashboards": ({"compare"}, {"psutil", "wandb", "wandb_workspaces", "trackio"}),
     "render": ({"compare", "planner", "plans", "step"}, {"jinja2", "matplotlib", "rich"}),

@@ -48,6 +48,7 @@ LATER = {
     "too_long": "truncate",
     "bitwise_topology": False,
     "packed_attention": "mask",
+    "fused_ops": NONE,
     "shard": NONE,
     "offload_optimizer": NONE,
     "reduce_gradients": PER_MICRO_BATCH,
@@ -59,10 +60,11 @@ SAME: dict[str, set[str | None]] = {"offload_optimizer": {NONE, "state"}, "text_
 ROUNDS = {
     **dict.fromkeys(("shard", "reduce_gradients", "sequence_parallel"), "ranks add gradients in another order"),
     "offload_optimizer": "an update on the host rounds in another way than one on the device",
+    "fused_ops": "a fused operator rounds in another way than those that it is in place of",
 }
 """Flags that change no more than rounding does, and why."""
-CHOSEN = ("packed_attention", "dtype")
-"""Flags whose ``auto`` a run resolves when it begins, and writes down."""
+CHOSEN = ("packed_attention", "dtype", "fused_ops")
+"""Flags whose ``auto`` is what the run began with, which most resolve and write down."""
 KEPT = {"decay_all": False, "too_long": "drop"}
 """Flags that by default, which is the value here, stay as a run began: one of an earlier version did otherwise."""
 CONTENTS = {"weights_by_class": "--class_weights"}

@@ -13,6 +13,7 @@ NOTE [ where CUDA differs ]
 2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
    ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
 3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
+4. RMSNorm is one kernel, which saves its input and a number a row, where input and weight have one dtype.
 Not known without the device, and so left out: the workspaces of cuDNN's convolutions, the scratch of sorts and
 reductions, and how many documents are in a row: beyond those of the estimate, each adds ``FLASH_BLOCK`` rows to the
 sums of attention's backward.
@@ -40,7 +41,14 @@ from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.streaming import WeightStream, stream_of, stream_weights
 from memsave_recipes.activations.tiled_attention import without_flash
 from memsave_recipes.errors import BUDGET_FLAG, InputError
-from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
+from memsave_recipes.estimation.fake_step import (
+    FakeInstruments,
+    KernelRun,
+    RMSNormKernel,
+    SimulatedClock,
+    Workspaces,
+    rounded_up,
+)
 from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models import sequence_parallel
@@ -345,6 +353,8 @@ class _CudaKernels(TorchFunctionMode):
                 return _backward(args[0])
         if func is F.dropout:
             return _dropout(*args, **kwargs)
+        if func is F.rms_norm:
+            return _rms_norm(*args, **kwargs)
         if func == _IS_CUDA:
             return True
         if torch.is_autocast_enabled("cpu"):
@@ -374,6 +384,18 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if inplace or not training or not 0 < p < 1:
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Normalise in one kernel, as CUDA does where input and weight have one dtype: rule 4."""
+    if torch.is_autocast_enabled("cpu"):
+        input, weight = tree_map_only(Tensor, lambda one: one.float() if one.dtype in HALF else one, (input, weight))
+    if weight is not None and weight.dtype != input.dtype:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    normed: Tensor = RMSNormKernel.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
 
 
 def attention(

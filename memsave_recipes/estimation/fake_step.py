@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -407,15 +407,39 @@ def _key(value: Any) -> Hashable:
     return type(value), value if isinstance(value, HASHED) else str(value)
 
 
+class RMSNormKernel(Function):
+    """The RMSNorm of CUDA as one operator, with its backward: a CPU's torch makes it of others before any mode."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        """Return ``hidden`` normalised over its last dimensions, which have this ``shape``."""
+        with torch._C._AutoDispatchBelowAutograd():
+            normed, deviations = aten._fused_rms_norm(hidden, shape, weight, eps)
+        ctx.save_for_backward(hidden, deviations, weight)
+        ctx.shape = shape
+        result: Tensor = normed
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that are asked for."""
+        hidden, deviations, weight = ctx.saved_tensors
+        asked = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            of_hidden, of_weight = aten._fused_rms_norm_backward(gradient, hidden, ctx.shape, deviations, weight, asked)
+        return of_hidden, None, of_weight, None
+
+
 def _engine_owns(total: Any) -> bool:
     """Return whether autograd's engine sums the gradients of a tensor that was used twice, and owns ``total``.
 
     It then adds in place, to real tensors outside of modes; here it asks for a new one (``can_accumulate_inplace`` in
     torch/csrc/autograd/input_buffer.cpp), while the node that made the second gradient still counts as running. A node
-    that Python wrote may add for itself.
+    that Python wrote may add for itself, but for that of a kernel.
     """
     node = torch._C._current_autograd_node()
-    if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled() or not isinstance(total, Tensor):
+    is_of_python = isinstance(node, BackwardCFunction) and not node.name().startswith(RMSNormKernel.__name__)
+    if node is None or is_of_python or torch.is_grad_enabled() or not isinstance(total, Tensor):
         return False
     return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by the caller
 

@@ -28,6 +28,7 @@ from memsave_recipes.activations import PlanHandle, apply_plan, block_names, fin
 from memsave_recipes.activations.apply import refuse_planned
 from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.errors import InputError
+from memsave_recipes.models.fused_ops import not_fused_in
 from memsave_recipes.planner.budget import StaticMemory
 from memsave_recipes.planner.make_plan import (
     call,
@@ -281,6 +282,8 @@ class PlannedTraining:
         """Plan, print and apply."""
         self.plan = self._predicted(micro_batch)
         self.say(str(self.plan))
+        if line := not_fused_in(self.model):
+            self.say(line)
         self._handle = apply_plan(self.model, self.plan)
         self._largest = micro_batch.num_elements
 

@@ -37,6 +37,7 @@ from memsave_recipes.errors import InputError, option
 from memsave_recipes.hub import ask_hub_for, folder_of, reason
 from memsave_recipes.losses import REGRESSION, SINGLE, ProblemType
 from memsave_recipes.models.deferred_init import deferred_init
+from memsave_recipes.models.fused_ops import FusedOps, fuse_operators
 from memsave_recipes.models.slices import ON_META, WholeOnly, leave_in_files, made_whole, mark_as_read
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.text import first_of, printable, read_json, sanitized
@@ -83,6 +84,10 @@ class TransformerArguments:
         None, "attention kernel: eager, sdpa, flash_attention_2, ...; default: transformers' choice"
     )
     trust_remote_code: bool = option(False, "run the code that comes with a model of the Hub")
+    fused_ops: FusedOps = option(
+        "auto",
+        "run GELU and RMSNorm that a model writes in Python as one operator each where the result is the same; none",
+    )
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_type is None):
@@ -266,6 +271,8 @@ def build_transformer(
         with unset_fake_temporarily():
             load = partial(_from_pretrained, auto_class, flags, dtype, False, config_changes, device_map=ON_META)
             mark_as_read(model, by=_naming_the_model(flags, load))
+    if flags.fused_ops == "auto":
+        fuse_operators(model)
     model.train()
     return model
 

@@ -18,6 +18,7 @@ from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.models.adapters import without_adapters
+from memsave_recipes.models.fused_ops import fused_in
 from memsave_recipes.models.slices import slices_of
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
@@ -386,7 +387,7 @@ class TrainingRun:
         yield layout.describe()
         yield layout.describe_sums(model)
         yield self.prepared.planned.plan.describe()
-        yield from (*notices, slices_of(model).line, self.batches.order.notice)
+        yield from (*notices, slices_of(model).line, fused_in(model), self.batches.order.notice)
         yield self.args.notice(model, layout)
 
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:

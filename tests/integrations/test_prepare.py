@@ -89,6 +89,16 @@ def test_the_second_step_is_compared_in_a_plain_loop(capsys):
     assert handle.plan.prediction.peak_bytes <= BUDGET_GIB * GIB
 
 
+def test_it_says_which_operators_could_be_fused(capsys):
+    for fuses in (False, True):
+        model = llama()
+        if fuses:
+            memsave.fuse_operators(model)
+        with memsave.prepare(model, BATCHES[0], AdamW(model.parameters()), strategy="full"):
+            said = "LlamaRMSNorm are several operators each" in capsys.readouterr().out
+        assert said is not fuses
+
+
 def test_gradients_that_accumulate_count():
     plain, _, _ = trained(accumulation=2)
     weights, _, handle = trained({"strategy": "full"}, accumulation=2)

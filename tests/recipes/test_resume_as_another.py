@@ -8,7 +8,8 @@ import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.checkpoints.commit import write_manifest
-from memsave_recipes.checkpoints.resume import check_same_flags
+from memsave_recipes.checkpoints.resume import check_same_flags, with_previous_choices
+from memsave_recipes.models.pretrained import TransformerArguments
 from memsave_recipes.run import prepared_run
 from memsave_recipes.run.failures import run_recipe
 
@@ -203,3 +204,15 @@ def test_where_the_optimizer_steps_may_change_and_state_alone_is_nothing_to_tell
 def test_where_the_weights_wait_may_change():
     saved, present = ({"lr_scheduler_type": "constant", "stream_weights": value} for value in ("none", "host"))
     assert check_same_flags(saved, present) == check_same_flags(present, saved) == []
+
+
+@pytest.mark.parametrize(
+    ("earlier", "kept"), [({}, "none"), ({"fused_ops": "none"}, "none"), ({"fused_ops": "auto"}, "auto")]
+)
+def test_operators_stay_fused_or_not_as_the_run_began(earlier, kept):
+    """A run of a version without fused operators goes on without them."""
+    flags = TransformerArguments(model_type="gpt2")
+    assert with_previous_choices(flags, earlier).fused_ops == kept
+    saved, present = ({"lr_scheduler_type": "constant", "fused_ops": value} for value in ("auto", "none"))
+    (line,) = check_same_flags(saved, present)
+    assert line.startswith("note: --fused_ops was auto and is none: a fused operator rounds in another way")
