@@ -69,10 +69,14 @@ def test_a_layer_moves_little_besides_its_products(moved, name):
 
 
 def test_the_launch_of_the_readme_is_bound_by_95_ms_and_8_5_gib():
-    task = read_task(RECIPE, [*README, "--micro_batch_size", "16"])
-    (candidate, *_) = choose_for_target(task, H100, 80 * GIB).candidates
-    assert candidate.step_s <= 0.095
-    assert candidate.peak_bytes <= 8.5 * GIB
+    def planned(*flags):
+        task = read_task(RECIPE, [*README, "--micro_batch_size", "16", *flags])
+        (candidate, *_) = choose_for_target(task, H100, 80 * GIB).candidates
+        return candidate
+
+    assert planned().step_s <= 0.095
+    assert planned().peak_bytes <= 8.5 * GIB
+    assert planned("--fused_ops", "none").step_s > 0.22
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
