@@ -105,8 +105,10 @@ def copied(value: Any) -> Any:
 
 
 def _copied_part(part: Any) -> Any:
-    """Of a cache: its layers, each of which holds keys and values."""
-    return [copy.copy(layer) for layer in part] if isinstance(part, list) else copied(part)
+    """Of a cache: its layers, each of which holds keys and values, or the states themselves."""
+    if not isinstance(part, list):
+        return copied(part)
+    return [layer if isinstance(layer, Tensor) else copy.copy(layer) for layer in part]
 
 
 def _is_same(now: Any, before: Any) -> bool:

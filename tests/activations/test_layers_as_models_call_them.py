@@ -194,6 +194,14 @@ def test_every_step_is_that_of_plain(name):
             assert not different, (seed, plan.strategy, different)
 
 
+def test_a_copy_of_a_cache_runs_no_operators_on_its_states():
+    model, loss_of = build("minimax, a cache of states")
+    expected = train_step(model, loss_of, 0)
+    with apply_plan(model, plan_blocks(model, "selective")):
+        record = train_step(model, loss_of, 0)
+    assert all(torch.equal(record[key], expected[key]) for key in expected)
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
