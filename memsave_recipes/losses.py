@@ -12,7 +12,14 @@ NOTE [ the gradient in the forward ]
        and fake tensors and compiled graphs do not know how many there are. If many rows are ignored, select the valid
        rows before the call.
     5. Between its matrix products a chunk passes over its logits about eight times. If it is compiled (``_fused``), it
-       reads the logits once and writes their gradient once, and rounds at other places.
+       reads the logits two or three times and writes their gradient once, and rounds at other places.
+
+NOTE [ padded words ]
+    1. Tensor cores take rows of 16 bytes, so an odd vocabulary sends all three products to slower kernels. On CUDA in
+       half precision the head's copy has a multiple of ``WORDS`` rows, the last ones zero. The parameter keeps its
+       shape, and so do its optimizer state and what is saved.
+    2. Logits of the padding are -inf, so the softmax of the others and their gradients are as without it, and its own
+       gradients are exactly 0. The head's gradient is the first V rows of a tensor of padded size.
 
 NOTE [ tied weights ]
     1. If the head is also the embedding, autograd makes two gradients, (V, D) each, before it adds them. Inside
@@ -39,6 +46,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from memsave_recipes.text import MIB
+
+WORDS = 64
+"""A multiple of it has the head in products of half precision: 128 bytes, a line of the cache."""
 
 IGNORED_LABEL = -100  # of what does not count, as everywhere in torch and transformers
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]  # as transformers'
@@ -163,7 +173,7 @@ def linear_cross_entropy(
         ValueError: the shapes do not fit.
         RuntimeError: a label is outside the vocabulary (on CUDA a device-side assertion, as with torch's own loss).
 
-    Source: NOTE [ the gradient in the forward ], NOTE [ tied weights ].
+    Source: NOTE [ the gradient in the forward ], NOTE [ padded words ], NOTE [ tied weights ].
     """
     if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
         shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
@@ -328,9 +338,9 @@ def _run_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings, wanted: list[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss, and its gradients for hidden, weight and bias where ``wanted``, in ``_precise`` dtypes."""
-    if settings.matmul_dtype is not None:
-        hidden, weight = hidden.to(settings.matmul_dtype), weight.to(settings.matmul_dtype)
-        bias = None if bias is None else bias.to(settings.matmul_dtype)
+    num_words, dtype = len(weight), settings.matmul_dtype
+    hidden, weight = hidden.to(dtype or hidden.dtype), _padded(weight, dtype or weight.dtype)
+    bias = None if bias is None else _padded(bias, dtype or bias.dtype)
     precise = _precise(hidden.dtype)
     loss = torch.zeros((), dtype=precise, device=hidden.device)
     gradients = [
@@ -340,16 +350,34 @@ def _run_chunks(
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, len(hidden), settings.rows):
             chunk = slice(first, first + settings.rows)
-            logits = F.linear(hidden[chunk], weight, bias)  # (rows, V)
+            logits = F.linear(hidden[chunk], weight, bias)  # (rows, V), or padded
             if settings.compiles and any(wanted):
-                some, logits = _compiled()(logits, labels[chunk], settings.logit_scale, settings.softcap)
+                some, logits = _compiled()(logits, labels[chunk], settings.logit_scale, settings.softcap, num_words)
                 loss += some
             else:
                 logits = logits.to(precise)
-                loss += _to_gradient(logits, labels[chunk], settings, wanted=any(wanted))
+                loss += _to_gradient(logits, labels[chunk], settings, num_words, wanted=any(wanted))
             _add_gradients(gradients, logits, hidden, weight, chunk)
             del logits  # or two chunks would be there while the next one is made
+    for position, gradient in enumerate(gradients[1:], start=1):
+        if gradient is not None and len(gradient) > num_words:
+            gradients[position] = gradient[:num_words]
     return loss, gradients
+
+
+def _padded(head: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weight (V, D) or bias (V,) of a head in ``dtype``, with rows of zeros: NOTE [ padded words ]."""
+    if not _pads(head, dtype):
+        return head.to(dtype)
+    num_words = len(head)
+    padded = head.new_empty((num_words + -num_words % WORDS, *head.shape[1:]), dtype=dtype)
+    padded[:num_words] = head
+    padded[num_words:] = 0
+    return padded
+
+
+def _pads(head: Tensor, dtype: torch.dtype) -> bool:
+    return head.is_cuda and dtype in (torch.bfloat16, torch.float16) and len(head) % WORDS > 0
 
 
 @cache
@@ -357,7 +385,9 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_fused)
 
 
-def _fused(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _fused(
+    logits: Tensor, labels: Tensor, scale: float, softcap: float | None, num_words: int
+) -> tuple[Tensor, Tensor]:
     """Return the summed loss of ``logits`` (rows, V), and its gradient for ``_add_gradients``, in their place."""
     ignored, columns = (labels == IGNORED_LABEL)[:, None], torch.arange(logits.shape[1], device=logits.device)
     targets = labels[:, None].masked_fill(ignored, 0)
@@ -366,20 +396,25 @@ def _fused(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) 
     if softcap is not None:
         capped = (values / softcap).tanh()
         values, slope = softcap * capped, scale * (1 - capped.square())
+    expected = values[:, :num_words].gather(1, targets)
+    if logits.shape[1] > num_words:
+        values = values.masked_fill(columns >= num_words, -torch.inf)
     totals = values.logsumexp(1, keepdim=True)
-    loss = (totals - values.gather(1, targets)).masked_fill(ignored, 0).sum()
+    loss = (totals - expected).masked_fill(ignored, 0).sum()
     gradient = (((values - totals).exp() - (columns == targets).to(values.dtype)) * slope).masked_fill(ignored, 0)
     fits = gradient.dtype == logits.dtype or _sums_come_out(logits)
     return loss, logits.copy_(gradient) if fits else gradient
 
 
-def _to_gradient(logits: Tensor, labels: Tensor, settings: _Settings, *, wanted: bool) -> Tensor:
+def _to_gradient(logits: Tensor, labels: Tensor, settings: _Settings, num_words: int, *, wanted: bool) -> Tensor:
     """Return the summed loss of ``logits`` (rows, V), which then hold, if ``wanted``, its gradient."""
     slope = _transform(logits, settings, wanted=wanted)
+    if logits.shape[1] > num_words:
+        logits[:, num_words:] = -torch.inf
     ignored = labels == IGNORED_LABEL
     labels = labels.masked_fill(ignored, 0)
     logits -= logits.amax(1, keepdim=True)
-    expected = logits.gather(1, labels[:, None]).squeeze(1)  # refuses labels outside the vocabulary
+    expected = logits[:, :num_words].gather(1, labels[:, None]).squeeze(1)  # refuses labels outside the vocabulary
     totals = logits.exp_().sum(1)
     loss = (totals.log() - expected).masked_fill_(ignored, 0).sum()
     if wanted:

@@ -112,6 +112,24 @@ def test_as_near_to_float64_as_the_full_path(precision, options, bias, device, c
         assert error(own, right) <= 1.6 * error(other, right) + rounding  # few rows are summed in another order
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_padded_words_have_no_part_in_it(options, bias, compiles, monkeypatch):
+    """As on CUDA in half precision: 320 rows of the head, of which 301 are words."""
+    monkeypatch.setattr(losses, "_pads", lambda head, dtype: True)
+    work = Work(bias=bias, hidden_dtype=torch.float64, weight_dtype=torch.float64)
+    expected = work.run(full_cross_entropy, factor=0.3, **options)
+    ours = work.run(chunked, factor=0.3, compiles=compiles, **options)
+    for own, right in zip(ours, expected, strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-12)
+    of_head = ours[2]
+    whole = of_head.new_empty(0).set_(of_head.untyped_storage(), 0, (320, work.width))
+    assert not whole[301:].any()
+    work.labels[0] = 301  # a row of the padding
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        work.loss(chunked, compiles=compiles, **options)
+
+
 def test_gradcheck():
     work = Work(num_rows=7, width=4, vocab_size=11, bias=True, hidden_dtype=torch.float64, weight_dtype=torch.float64)
 

@@ -1,15 +1,22 @@
 """What the chunked loss costs: bytes at the peak and FLOPs, counted; the sizes that it needs are known beforehand."""
 
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
 from workloads import CPU, full_cross_entropy, peak_bytes
 
+from memsave_recipes.estimation.estimate import cuda_kernels, fake_batch, fake_model
+from memsave_recipes.estimation.fake_step import NO_KERNEL, bytes_moved, is_view
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy, num_chunks, tied_gradient
+from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.text import MIB
 
 ROWS, WIDTH, VOCAB = 8, 512, 2000
@@ -123,3 +130,47 @@ def test_chunks_are_as_few_as_fit():
     assert num_chunks(1024, 32_768, 32 * MIB) == 4
     assert num_chunks(6, 1_000_000, 1) == 6  # a row at least
     assert num_chunks(0, 1000, MIB) == 0
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute, the bytes that they read and write, and the shapes of large products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.num_bytes = 0, 0
+        self.products: Counter[tuple[int, int, int]] = Counter()  # rows, columns, summed
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not is_view(func) and func.overloadpacket not in NO_KERNEL:
+            self.number += 1
+            self.num_bytes += bytes_moved(func, args, kwargs or {}, out)
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+            self.products[left.shape[0], right.shape[1], left.shape[1]] += 1
+        return out
+
+
+def kernels_of_gpt2(vocab_size) -> Kernels:
+    """One forward and backward of 16 rows of 1,024 tokens on an H100, in bf16: counted, not run."""
+    config = GPT2Config(vocab_size=vocab_size, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    model = fake_model(lambda: GPT2LMHeadModel(config))
+    tokens = torch.empty((16, 1024), dtype=torch.int64, device="meta")
+    batch = fake_batch(model, {"input_ids": tokens, "labels": tokens})
+    module = CausalLMLoss(model, "chunked", chunk_bytes=512 * MIB)
+    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    with model.lm_head.weight.fake_mode, cuda_kernels(find_target("h100")), autocast, Kernels() as kernels:
+        module(**batch).backward()
+    return kernels
+
+
+def test_an_odd_vocabulary_costs_no_more_than_the_next_multiple_of_64():
+    odd, even = kernels_of_gpt2(50_257), kernels_of_gpt2(50_304)
+    assert odd.number <= 1.01 * even.number
+    assert odd.num_bytes <= 1.01 * even.num_bytes
+    assert odd.products == even.products
+    of_head = {shape: number for shape, number in odd.products.items() if 50_304 in shape}
+    assert of_head == {  # six chunks, and a last one
+        **dict.fromkeys([(2341, 50_304, 768), (2341, 768, 50_304), (50_304, 768, 2341)], 6),
+        **dict.fromkeys([(2338, 50_304, 768), (2338, 768, 50_304), (50_304, 768, 2338)], 1),
+    }

@@ -110,7 +110,9 @@ class CausalLMLoss(nn.Module):
                     raise ValueError("document_lengths are missing, by which this model keeps documents apart")
                 inputs["document_lengths"] = Documents(document_lengths)
         targets = targets.flatten()
-        if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
+        compiles = targets.is_cuda and vars(self.model)["compiles_loss"]  # on a CPU it may take longer
+        needs_chunks = self.head is not None and (compiles or pays(targets, self.head, self.chunk_bytes))
+        if self.head is None or (self.loss == "auto" and not needs_chunks):
             with padding_known(is_padded):
                 outputs = self.model(**inputs, use_cache=False)
             logits = outputs.logits.flatten(0, 1)  # (B * T, V)
@@ -120,7 +122,6 @@ class CausalLMLoss(nn.Module):
         head, losses = self.head, []
 
         def loss_of(hidden: Tensor, tied: TiedGradient | None, run: Callable[..., Tensor]) -> Tensor:
-            compiles = hidden.is_cuda and vars(self.model)["compiles_loss"]  # on a CPU it may take longer
             settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}
             losses.append(run(hidden.flatten(0, 1), targets, **settings))
             return losses[0]
