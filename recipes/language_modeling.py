@@ -34,9 +34,9 @@ from memsave_recipes.data.text.documents import BYTES_A_TOKEN
 from memsave_recipes.data.text.packing import check_positions, count_valid, keeps_documents_apart
 from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
 from memsave_recipes.data.text.tokenizers import check_vocabulary
-from memsave_recipes.losses import default_chunk_bytes
+from memsave_recipes.losses import WORDS, default_chunk_bytes
 from memsave_recipes.models.adapters import merged
-from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
+from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text, read_loss
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.models.saved import save_tokenizer
@@ -56,17 +56,29 @@ from memsave_recipes.recipe import (
 from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
 
+CHUNKS = ("chunked:8192", "chunked:1024")  # of tokens; beside full, which pads no odd vocabulary
+
 
 @dataclass(kw_only=True)
 class ModelArguments(TransformerArguments):
     """The causal language model and its loss."""
 
-    loss: LossKind = field(default="auto", metadata={"help": "chunked never holds all logits; auto: if it pays"})
+    loss: LossKind = field(
+        default="auto",
+        metadata={
+            "help": "full; chunked, which never holds all logits, chunked:TOKENS, liger; auto: chunks if they pay"
+        },
+    )
     dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
     prompt: str | None = field(default=None, metadata={"help": "text to continue at the end; default: a held-out one"})
     packed_attention: PackedAttention = field(
         default="auto", metadata={"help": "packed rows: document (each by itself) or mask; auto: document if equal"}
     )
+
+    def check_transformer(self) -> None:
+        """Check the loss, too."""
+        super().check_transformer()
+        read_loss(self.loss)
 
     @property
     def one_row(self) -> bool:
@@ -182,6 +194,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
     tokens = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
     options = {"dtype": args.torch_dtype, "in_4bit": args.load_in_4bit, "with_weights": False, **tokens}
     group = SequenceGroup.estimated(args.sequence_parallel)
+    words = vocab_size if args.model_type else configuration_of(args).get_text_config().vocab_size
 
     def micro_batch(size: int) -> Batch:
         shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)
@@ -201,6 +214,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         takes_adapters=not args.freezes,
         stream_weights=args.stream_weights == "host",
         losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
+        losses_on_accelerators=CHUNKS if words % WORDS else ("full", *CHUNKS),
     )
 
 

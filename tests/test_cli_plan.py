@@ -162,7 +162,7 @@ def test_the_line_runs_and_commands_no_terminal_whatever_a_flag_says(
 
 def test_the_loss_is_decided_where_there_is_a_choice(tmp_path: Path) -> None:
     found = planned(["plan", *LANGUAGE, "--target", "h100", "--micro_batch_size", "4"], tmp_path)
-    assert {one["loss"] for one in found["candidates"]} == {"full", "chunked"}
+    assert {one["loss"] for one in found["candidates"]} == {"full", "chunked:8192", "chunked:1024"}
     assert value(flags_of(found["launch"]), "--loss") == found["candidates"][found["chosen"]]["loss"]
 
 

@@ -208,7 +208,7 @@ def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None
 def choose(request: PlanRequest, **options: Any) -> Choice:
     """Choose with a progress bar; ``options`` are those of ``choose_for_target``."""
     task, launch = request.task, request.launch
-    total = len(layouts_of(task, launch.num_processes)) * len(task.losses)
+    total = len(layouts_of(task, launch.num_processes)) * len(task.losses_on(launch.target.device_type))
     with ProgressBar(desc="planning", total=total, unit="size") as bar:
 
         def on_size(layout: BatchLayout) -> None:

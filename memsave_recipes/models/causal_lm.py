@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import Parameter, signature
 from itertools import product
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,11 @@ from memsave_recipes.models.pretrained import padding_known
 from memsave_recipes.models.sequence_parallel import SequenceGroup
 from memsave_recipes.text import printable_lines
 
-LossKind = Literal["auto", "chunked", "full", "liger"]
+LossKind: TypeAlias = str
+"""A value of ``--loss``, as ``read_loss`` takes it."""
+
+LOSSES = ("auto", "chunked", "full", "liger")
+MAX_CHUNK_TOKENS = 2**31
 
 
 class CausalLMLoss(nn.Module):
@@ -47,14 +51,15 @@ class CausalLMLoss(nn.Module):
 
     Args:
         model: a transformers ``...ForCausalLM``.
-        loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do; ``auto``
-            is chunked as soon as the logits are more than one chunk and the model's head allows it.
+        loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do;
+            ``chunked:N`` has at most N tokens in a chunk; ``auto`` is chunked as soon as the logits are more than one
+            chunk, or compiled, and the model's head allows it.
         sequence_group: the ranks that share each row, which the model has adopted; the loss is that of this rank's
             slice of whole rows.
 
     Raises:
-        InputError: ``chunked`` or ``liger``, but the model computes its logits in an unknown way; ``liger`` without
-            CUDA or liger-kernel.
+        InputError: no such loss; ``chunked`` or ``liger``, but the model computes its logits in an unknown way;
+            ``liger`` without CUDA or liger-kernel.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class CausalLMLoss(nn.Module):
         sequence_group: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
+        loss, tokens = read_loss(loss)
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
@@ -81,6 +87,8 @@ class CausalLMLoss(nn.Module):
             )
         if loss == "liger" and self.head is not None:
             self.head = with_liger(self.head)
+        if tokens is not None and self.head is not None:
+            self.chunk_bytes = tokens * len(self.head.linear.weight) * torch.float32.itemsize
 
     def forward(
         self,
@@ -152,6 +160,19 @@ class CausalLMLoss(nn.Module):
         if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
             return tied_gradient(embedding)
         return nullcontext()
+
+
+def read_loss(loss: LossKind) -> tuple[str, int | None]:
+    """Return the name in a value of ``--loss``, and the tokens of a chunk where it has them.
+
+    Raises:
+        InputError: there is no such loss.
+    """
+    name, colon, tokens = loss.partition(":")
+    is_number = tokens.isascii() and tokens.isdigit() and 0 < int(tokens) <= MAX_CHUNK_TOKENS
+    if name not in LOSSES or (colon and (name != "chunked" or not is_number)):
+        raise InputError(f"--loss {loss}: must be one of {', '.join(LOSSES)}, or chunked:TOKENS such as chunked:8192")
+    return name, int(tokens) if colon else None
 
 
 def _balance_of(model: PreTrainedModel) -> float:

@@ -9,7 +9,8 @@ NOTE [ decisions ]
   is in no tensor of a step (the device's context, workspaces, a reserve of 1 %) is part of the budget and shown by
   itself.
 * The plan of a run is made after ``prepare``, so that a measured step is that of the training, with its precision.
-* The loss of a language model is compared in estimates only; in a run ``--loss auto`` decides by size.
+* The loss of a language model, and its chunks, are compared in estimates only. In a run ``--loss auto`` decides by the
+  size of the logits alone: another size of chunks rounds otherwise, and a plan has the bits of the baseline.
 """
 
 from memsave_recipes.planner.budget import Forecast, StaticMemory

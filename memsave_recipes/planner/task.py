@@ -61,6 +61,7 @@ class Task:
         stream_weights: whether weights of layers wait on the host.
         check_samples: raises ``InputError`` where the model, on ``meta``, does not train on so many samples at once.
         losses: the values of ``--loss`` to compare; ``(None,)`` for a recipe with one loss.
+        losses_on_accelerators: in place of several ``losses``, those to compare there; empty: the same.
         assumed: assumptions made in place of data, for people.
     """
 
@@ -75,6 +76,7 @@ class Task:
     stream_weights: bool = False
     check_samples: Callable[[nn.Module, int], None] | None = None
     losses: tuple[str | None, ...] = (None,)
+    losses_on_accelerators: tuple[str | None, ...] = ()
     assumed: tuple[str, ...] = ()
 
     @property
@@ -83,6 +85,11 @@ class Task:
         if not self.stream_weights:
             return NONE
         return ALL if self.optim.offload_optimizer == "step" else FROZEN
+
+    def losses_on(self, device_type: str) -> tuple[str | None, ...]:
+        """Return the values of ``--loss`` to compare on devices of this type."""
+        several = len(self.losses) > 1 and device_type != "cpu"
+        return (several and self.losses_on_accelerators) or self.losses
 
     def planned_model(self) -> nn.Module:
         """Build the model with its adapters, without weights."""
@@ -295,23 +302,23 @@ def choose_for_target(
         micro_batch_size=space.micro_batch_size,
     )
 
-    layouts = layouts_of(task, launch.num_processes)
+    layouts, losses = layouts_of(task, launch.num_processes), task.losses_on(launch.target.device_type)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
         return (candidates(space, estimates.of(layout, loss, plans_of), layout, loss) for layout in layouts)
 
     with ExitStack() as processes:
-        of_losses = {loss: estimated(loss) for loss in task.losses}
+        of_losses = {loss: estimated(loss) for loss in losses}
         # Candidates in shards cannot be sent; workspaces on a CPU depend on its threads, of which a fork has one.
         if in_processes and space.in_shards is None and launch.target.device_type != "cpu":
-            for loss in task.losses[1:]:
+            for loss in losses[1:]:
                 of_losses[loss] = processes.enter_context(ahead(of_losses[loss], all_at_once=True))
 
         def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
             on_size(layout)
             return next(of_losses[loss])
 
-        return search(layouts, task.losses, candidates_of)
+        return search(layouts, losses, candidates_of)
 
 
 def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:

@@ -124,6 +124,28 @@ def test_what_sees_none_passes(model_type):
     check_causal(build(model_type, **changes.get(model_type, {})).float(), model_type)
 
 
+def test_chunks_of_so_many_tokens(monkeypatch):
+    rows, to_gradient = [], losses._to_gradient
+
+    def note(logits, *settings, **wanted):
+        rows.append(len(logits))
+        return to_gradient(logits, *settings, **wanted)
+
+    monkeypatch.setattr(losses, "_to_gradient", note)
+    model = build("llama")
+    expected = CausalLMLoss(model, "full")(**batch())
+    torch.testing.assert_close(CausalLMLoss(model, "chunked:10")(**batch()), expected)
+    assert max(rows) <= 10 < sum(rows) == batch()["labels"].numel()
+
+
+@pytest.mark.parametrize("loss", ["chunked:0", "chunked:", "chunked:-1", "chunked:1e3", "chunked:²", "full:8", "x", ""])
+def test_a_loss_that_there_is_not_is_refused_in_one_line(loss):
+    with pytest.raises(
+        InputError, match=f"--loss {loss}: must be one of auto, chunked, full, liger, or chunked:TOKENS"
+    ):
+        CausalLMLoss(build("llama"), loss)
+
+
 def test_auto_makes_small_logits_at_once(monkeypatch):
     model = build("llama")
     calls = []

@@ -22,6 +22,7 @@ from transformers import (
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, offload
 from memsave_recipes.activations.offload import SideStream
 from memsave_recipes.activations.streaming import place
+from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.planner.budget import Forecast, static_memory_of
 from memsave_recipes.plans import plan_for
@@ -110,9 +111,33 @@ def test_no_prediction_is_below_the_peak_of_training(name, optimizer, word, accu
     if (name, optimizer) == ("densenet", "muon"):
         pytest.skip("it has no matrix of a hidden layer")
     device, optim = torch.device("cuda", 0), OPTIMIZERS[optimizer]
+    dtype = torch.bfloat16 if optim.bf16_stochastic_round else torch.float32
+    assert_predicted(lambda: workload_of(name, dtype, device), optim, word, accumulation_steps)
+
+
+@pytest.mark.parametrize(("word", "accumulation_steps"), [("none", 1), ("full", 2)])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padded_words_are_in_the_prediction(name, word, accumulation_steps):
+    """Under autocast the head, tied or not, and its gradient have 320 rows for 300 words."""
+
+    def make_workload():
+        workload = workload_of(name, torch.float32, torch.device("cuda", 0))
+        module, (tokens,) = CausalLMLoss(workload.model, "chunked", chunk_bytes=50 * 4 * 300), workload.batch
+
+        def forward():
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                return module(tokens, tokens)
+
+        return replace(workload, forward=forward)
+
+    assert_predicted(make_workload, OptimizerArguments(), word, accumulation_steps)
+
+
+def assert_predicted(make_workload, optim, word, accumulation_steps):
+    device = torch.device("cuda", 0)
     gc.collect()
     before = torch.cuda.memory_allocated(device)
-    workload = workload_of(name, torch.bfloat16 if optim.bf16_stochastic_round else torch.float32, device)
+    workload = make_workload()
     keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
     chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
     layout = BatchLayout.of(4 * accumulation_steps, 4, 1)

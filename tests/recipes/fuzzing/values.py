@@ -184,7 +184,7 @@ FLAGS: dict[str, dict[str, Values]] = {
         "sequence_parallel": whole("1", odd=("2",)),
         "packed_attention": Values(("auto", "mask"), (None, "", "x", "masks"), ("document",)),
         "max_eval_samples": whole("1", "5"),
-        "loss": Values(("auto", "full", "chunked"), (None, "", "x", "liger")),
+        "loss": Values(("auto", "full", "chunked", "chunked:64"), (None, "", "x", "liger", "chunked:0", "full:8")),
         "prompt": Values(("a", "12 and", "<|endoftext|>", "走", "'", "no"), (None, "", " ", "\n", "\udcff")),
         "model_type": Values(("gpt2",), (None, "", "nothing", "resnet", "../gpt2"), ("bert", "t5", "clip")),
     },
