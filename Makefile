@@ -6,8 +6,8 @@ NEWEST := .venv-newest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-cpus test-standin test-zoo test-peers test-oldest test-newest test-all \
-	results results-run article site clean
+.PHONY: help demo install check lint types test test-faults test-cpus test-standin test-zoo test-peers test-triton \
+	test-oldest test-newest test-all results results-run article site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,7 +78,7 @@ OF_VERSIONS := tests/activations tests/exact/test_global_batchnorm.py tests/esti
 	tests/integrations/test_trainer.py tests/models tests/profiling tests/test_losses.py tests/test_private_names.py \
 	tests/training/test_host_state.py tests/training/test_optimizers.py tests/recipes/test_verify.py
 TRAININGS := tests/integrations tests/planner/test_ahead.py tests/test_cli_fit.py tests/test_errors_page.py \
-	tests/run/test_wandb_online.py \
+	tests/run/test_wandb_online.py tests/triton_kernels \
 	$(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
 
 test-oldest: BIN := $(OLDEST)/bin
@@ -105,6 +105,12 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 8 minutes)
 	$(PYTEST) -m 'not slow' $(OF_VERSIONS) $(TRAININGS)
+
+# Cards are not needed: torch's build for CUDA compiles for them without a driver. The page is written if nothing fails.
+test-triton: BIN := $(NEWEST)/bin
+test-triton: $(NEWEST)/.installed  ## layers, compiled for an A100 and an H100; writes docs/results/triton_kernels.md (10 minutes)
+	HF_HUB_OFFLINE=1 TRITON_ROWS=out/triton_kernels $(PYTEST) tests/triton_kernels
+	PYTHONPATH=tests $(BIN)/python -m triton_kernels.page out/triton_kernels
 
 test-all: install  ## the slow ones too, and those of the oldest and the newest versions
 	$(PYTEST)

@@ -1,0 +1,150 @@
+"""The layers of a recipe's model, compiled for a card: a row for each kind of them.
+
+NOTE [ what grows with tokens ]
+A micro-batch has 13 samples, and no weight of these models has a multiple of 13 elements. So a buffer with such a
+number of elements grows with the tokens, and all others are of weights: their casts, and second passes of sums. What
+grows is linear in tokens, so a row gives it for each element of the layer's input: "12 x width" bytes of a token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from triton_kernels.card import CARDS, compile_kernel
+from triton_kernels.graphs import CompiledGraph, compiling_for
+
+from memsave_recipes.activations import find_stacks
+from memsave_recipes.activations.block_state import is_cache
+from memsave_recipes.activations.blocks import CalledLayers
+from memsave_recipes.activations.compiled import Region
+from memsave_recipes.estimation.estimate import cuda_kernels, fake_batch
+from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.planner.task import fake_planned_model, read_task
+
+HOST = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+SAMPLES = 13
+LOWERED_FOR = CARDS[90]
+"""The card that inductor writes kernels for; Triton compiles the same kernels for all ``CARDS``."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer's forward, with what the model gives it."""
+
+    layer: nn.Module
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for layers that are alike."""
+        given = [one for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
+        tensors = [*given, *self.layer.parameters()]
+        return type(self.layer), *((one.shape, one.dtype, one.requires_grad) for one in tensors)
+
+
+def calls_of(recipe: str, flags: Sequence[str], dtype: torch.dtype | None) -> list[LayerCall]:
+    """The calls of the layers that a plan may compile, in a forward of a micro-batch of fake tensors.
+
+    Args:
+        dtype: autocast's; ``None`` for none.
+    """
+    task = read_task(ROOT / "recipes" / f"{recipe}.py", flags)
+    target = find_target(LOWERED_FOR.target)
+    model = fake_planned_model(task, target).train()
+    trained = task.trained(model, task.losses[-1], HOST)
+    batch = fake_batch(model, task.micro_batch(SAMPLES))
+    calls: list[LayerCall] = []
+    for stack in find_stacks(model):
+        for block in stack.blocks if isinstance(stack, CalledLayers) else ():
+            _note(block.module, block.method, calls)
+    with next(model.parameters()).fake_mode, cuda_kernels(target), autocast(dtype):
+        task.loss_of(trained, batch)
+    return calls
+
+
+def autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """Mixed precision as in a run."""
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+def _note(layer: nn.Module, name: str, calls: list[LayerCall]) -> None:
+    method = getattr(layer, name)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [None if is_cache(one) else one for one in args]  # as ``CompiledLayer`` does
+        named = {name: None if is_cache(one) else one for name, one in kwargs.items()}
+        calls.append(LayerCall(layer, method, tuple(given), named))
+        return method(*args, **kwargs)
+
+    vars(layer)[name] = forward
+
+
+def rows_of(
+    calls: Sequence[LayerCall], dtype: torch.dtype | None, ratio: float = 1.0, *, with_code: bool = True
+) -> list[Row]:
+    """Compile all layers, those that are alike by one region, as ``apply_plan`` does under ``compiled:RATIO``.
+
+    Args:
+        with_code: whether the kernels become machine code, too.
+    """
+    kinds: dict[Any, list[LayerCall]] = {}
+    for call in calls:
+        kinds.setdefault(call.form, []).append(call)
+    return [_row(alike, dtype, ratio, with_code) for alike in kinds.values()]
+
+
+def _row(alike: Sequence[LayerCall], dtype: torch.dtype | None, ratio: float, with_code: bool) -> Row:
+    first, region = alike[0], Region(ratio)
+    weights = list(first.layer.parameters())
+    assert all(weight.numel() % SAMPLES for weight in weights), "NOTE [ what grows with tokens ]"
+    with weights[0].fake_mode, autocast(dtype), compiling_for(LOWERED_FOR) as graphs:
+        for call in alike:
+            region.run(call.method, *call.args, **call.kwargs)
+    hidden = next(one for one in tree_leaves((first.args, first.kwargs)) if isinstance(one, Tensor))
+    elements, num_weights = hidden.numel(), sum(map(Tensor.numel, weights))
+    passes = {name: [graph for graph in graphs if graph.is_backward == back] for name, back in PASSES}
+    return {
+        "layer": type(first.layer).__name__,
+        "ratio": ratio,
+        "width": hidden.shape[-1],
+        "weights": num_weights,
+        "saved": round(sum(size for number, size in graphs[0].saved if number % SAMPLES == 0) / elements, 2),
+        "graphs": {name: len(found) for name, found in passes.items()},
+        **{name: _of_pass(found[0], elements, num_weights) for name, found in passes.items() if found},
+        "machine_code": machine_code(graphs) if with_code else {},
+    }
+
+
+PASSES = (("forward", False), ("backward", True))
+
+
+def _of_pass(graph: CompiledGraph, elements: int, num_weights: int) -> Row:
+    """Kernels of a graph, bytes for each element of the input, and bytes of weights for each weight."""
+    growing = [kernel for kernel in graph.kernels if any(number % SAMPLES == 0 for number in kernel.traffic.elements)]
+    others = [kernel for kernel in graph.kernels if kernel not in growing]
+    return {
+        "kernels": sum(kernel.calls for kernel in graph.kernels),
+        "library_calls": graph.library_calls,
+        "read": round(sum(kernel.calls * kernel.traffic.read_bytes for kernel in growing) / elements, 2),
+        "written": round(sum(kernel.calls * kernel.traffic.written_bytes for kernel in growing) / elements, 2),
+        "of_weights": round(sum(kernel.calls * kernel.traffic.num_bytes for kernel in others) / num_weights, 2),
+    }
+
+
+def machine_code(graphs: Sequence[CompiledGraph]) -> Row:
+    """By architecture, the most registers of a thread and the bytes that spill, over all kernels."""
+    kernels = {kernel.source: kernel.name for graph in graphs for kernel in graph.kernels}
+    found = {}
+    for card in CARDS.values():
+        codes = [compile_kernel(name, source, card) for source, name in kernels.items()]
+        registers, spilled = zip(*((code.registers, code.spilled_bytes) for code in codes), strict=True)
+        found[f"sm_{card.architecture}"] = {"registers": max(registers), "spilled_bytes": sum(spilled)}
+    return found

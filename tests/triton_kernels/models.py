@@ -1,0 +1,37 @@
+"""The models whose layers are compiled: one of a type on the page of ``memsave fit``.
+
+Models of a type have the same layers, of other widths.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from known_models import MODELS, KnownModel
+
+from memsave_recipes.planner.ladder import LANGUAGE, TEXTS, find_subject
+
+CHOSEN = {"gpt2": "GPT-2", "llama": "Llama 3.2 1B"}
+"""By type."""
+LENGTH = 1024
+MOST_LAYERS = 7
+"""As many layers have one of each kind; the others have the kernels of these."""
+LAYERS = ("num_hidden_layers", "n_layer")
+
+
+def model_of_types() -> dict[str, KnownModel]:
+    """By type, one of its models."""
+    named = {model.name: model for model in MODELS}
+    return {kind: named[name] for kind, name in CHOSEN.items()}
+
+
+def flags_of(model: KnownModel, folder: Path) -> tuple[str, list[str]]:
+    """The recipe of a model, and the flags to train it; ``folder`` is for its configuration."""
+    fewer = {name: min(MOST_LAYERS, model.config[name]) for name in LAYERS if name in model.config}
+    subject = find_subject(replace(model, config={**model.config, **fewer}).write(folder))
+    flags = [*subject.flags, "--global_batch_size", "13"]
+    if subject.recipe in (LANGUAGE, TEXTS):
+        flags += [f"--{subject.length_flag}", str(min(LENGTH, subject.length or LENGTH)), "--dropout", "0"]
+    return subject.recipe, flags
