@@ -11,6 +11,7 @@ from samples import sample
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adafactor, Adam, AdamW
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import memsave_recipes as memsave
 from memsave_recipes.planner.make_plan import state_bytes_of
@@ -90,13 +91,13 @@ def test_the_second_step_is_compared_in_a_plain_loop(capsys):
 
 
 def test_it_says_which_operators_could_be_fused(capsys):
-    for fuses in (False, True):
-        model = llama()
-        if fuses:
-            memsave.fuse_operators(model)
+    """A CPU has a kernel for GELU, and none for RMSNorm."""
+    plain, fused = (GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32)) for _ in range(2))
+    memsave.fuse_operators(fused)
+    for model, told in ((plain, True), (fused, False), (llama(), False)):
         with memsave.prepare(model, BATCHES[0], AdamW(model.parameters()), strategy="full"):
-            said = "LlamaRMSNorm are several operators each" in capsys.readouterr().out
-        assert said is not fuses
+            said = "are several operators each" in capsys.readouterr().out
+        assert said is told
 
 
 def test_gradients_that_accumulate_count():

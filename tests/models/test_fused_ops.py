@@ -149,9 +149,11 @@ def loss_of(model):
 
 
 def test_a_model_says_what_could_be_and_what_was_fused(decoder):
-    could = not_fused_in(decoder)
+    """On a CPU a fused norm gains nothing, so nothing is said of it there."""
+    could = (not_fused_in(decoder), not_fused_in(copy.deepcopy(decoder).to("meta")))
     fused = fuse_operators(decoder)
-    assert could.startswith(fused)
+    assert could[1].startswith(fused)
+    assert could[0] == (could[1] if "Gelu" in fused or "GELU" in fused else None)
     assert fused in fused_in(decoder)
     assert not_fused_in(decoder) is None
 
