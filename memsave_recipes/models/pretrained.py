@@ -86,7 +86,8 @@ class TransformerArguments:
     trust_remote_code: bool = option(False, "run the code that comes with a model of the Hub")
     fused_ops: FusedOps = option(
         "auto",
-        "run GELU and RMSNorm that a model writes in Python as one operator each where the result is the same; none",
+        "auto: run each GELU and RMSNorm that the model writes in Python as one operator of torch, if results are the "
+        "same within rounding; none: leave the model as it is",
     )
 
     def __post_init__(self) -> None:

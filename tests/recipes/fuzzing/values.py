@@ -129,6 +129,7 @@ TRANSFORMER = {
     "dropout": real("0", "0.5", bad=("1",)),
     "attn_implementation": Values(("eager",), (None, "", "flash_attention_9", "é"), ("sdpa",)),
     "trust_remote_code": Values(*SWITCH),
+    "fused_ops": Values(("auto", "none"), (None, "", "x", "regions")),
 }
 LORA = {
     "lora": Values(*SWITCH),
