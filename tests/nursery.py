@@ -34,6 +34,7 @@ FORK = multiprocessing.get_context("fork")
 TRIAL_TIMEOUT_S, RANKS_TIMEOUT_S, PROGRAM_TIMEOUT_S = 120, 60, 60
 # What the first optimizer, DDP and loader of a process import: seconds for every rank, or once before the fork.
 PRELOADED = ("torch._dynamo", "sympy", "datasets", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+PRELOADED += ("sklearn.datasets", "evaluate")  # the digits and metrics
 END = b""
 FIXTURES = {"run_trial", "run_on_ranks", "run_program"}
 
