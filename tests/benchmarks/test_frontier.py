@@ -150,6 +150,7 @@ def test_segments_of_torch_that_begin_in_place_raise_and_ours_do_not(benchmark, 
     assert bench.admit([benchmark.peers.segments(bench.work, 9)])[0].is_bitwise
 
 
+@pytest.mark.slow
 def test_batchnorm_that_counts_twice_is_noted(benchmark, make_bench):
     bench = make_bench("densenet121")
     extent = benchmark.Extent(segments=(2,), intervals=(), ratios=())

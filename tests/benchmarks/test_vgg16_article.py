@@ -106,6 +106,7 @@ def test_a_device_is_asked_for_the_peaks_since_the_warm_up(benchmark, bench, mon
     assert [turn.memory[key] for key in benchmark.MEMORY_COLUMNS[:3]] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_one_model_lives_at_a_time(benchmark, bench, monkeypatch):
     weights = []
     build = bench.build_model

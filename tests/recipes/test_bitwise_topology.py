@@ -42,6 +42,7 @@ def test_two_ranks_and_then_three(train_on_ranks, tmp_path):
     assert_the_same_bits(resumed, straight, 4)
 
 
+@pytest.mark.slow
 def test_mixed_images_keep_the_bits_in_lockstep(train_on_ranks, tmp_path):
     flags = ["--model", "densenet_small", "--batchnorm", "global", "--augmentation", "flip", "mixup", "cutmix"]
     flags += ["--global_batch_size", "6", *BITS, "2", "--max_steps", "2", "--save_every", "2", "--logging_steps", "1"]

@@ -15,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from lives import FLAGS, ROOT, end_of, launch, loaded, rows_of, wait_for_checkpoint
 from safetensors.torch import load_file
+from samples import sample
 
 T4 = {"CAPABILITY": 7.5, "NAME": "Tesla T4", "GIB": 15}
 NO_DROPOUT = {
@@ -54,7 +55,7 @@ def assert_the_same_training(folder, expected):
         torch.testing.assert_close(weight, others[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("recipe", FLAGS)
+@pytest.mark.parametrize("recipe", sample(["language_modeling"], FLAGS))
 def test_a_run_on_two_devices_that_is_killed_is_that_of_one_rank(recipe, on_devices, tmp_path):
     options = {"folder": tmp_path / "two", "common": flags_of(recipe), "environment": on_devices(2)}
     process = launch(recipe, "multi_gpu", *SAVED, **options)

@@ -123,6 +123,7 @@ def type_wandb(wandb_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # an agent looks every 5 s
 def test_a_sweep_as_people_run_it(
     type_wandb: Callable[..., str], wandb_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
