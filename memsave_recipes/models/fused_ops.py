@@ -74,7 +74,7 @@ def rms_norm(hidden: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
     wide = hidden.dtype if scale is None else torch.promote_types(hidden.dtype, scale.dtype)
     run = partial(F.rms_norm, hidden.to(wide), hidden.shape[-1:], scale if scale is None else scale.to(wide), form.eps)
     kind = hidden.device.type
-    if wide.itemsize < 4 and torch.is_autocast_enabled(kind):
+    if wide.itemsize < 4 and kind != "meta" and torch.is_autocast_enabled(kind):  # which refuses meta
         with torch.autocast(kind, enabled=False):
             return run()
     return run().to(hidden.dtype) if form.keeps_dtype else run()

@@ -109,6 +109,18 @@ def test_a_norm_has_the_values_and_the_dtype_of_the_models_own(name, of_weight, 
     assert list(fused.state_dict()) == list(own.state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_without_memory_runs_and_a_compiled_one_is_one_graph(dtype):
+    norm = in_a_model(NORMS["llama"]).to(dtype)
+    fuse_operators(norm)
+    x = drawn(5, WIDTH, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = copy.deepcopy(norm).to("meta")(x.to("meta"))
+        assert (found.dtype, found.shape) == (dtype, x.shape)
+        compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), norm(x))
+
+
 class ClippedNorm(LlamaRMSNorm):
     def forward(self, hidden_states):
         return super().forward(hidden_states).clamp(-2, 2)
