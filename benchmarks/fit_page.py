@@ -92,9 +92,14 @@ class Cards(Target):
         first["host_bytes_per_s"] = OfEach(target.host_bytes_per_s for target in targets)
         return cls(**first, targets=tuple(targets))
 
-    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> Any:
+    @property
+    def calibrated(self) -> "Cards":
+        """Those with the rates that kernels reach."""
+        return Cards.of([target.calibrated for target in self.targets])
+
+    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int, extent: float = 0.0) -> Any:
         """The time of an operator on each card."""
-        return OfEach(target.seconds(operation, dtype, flops, num_bytes) for target in self.targets)
+        return OfEach(target.seconds(operation, dtype, flops, num_bytes, extent) for target in self.targets)
 
 
 def kernels_of(target: Target) -> tuple[bool, ...]:

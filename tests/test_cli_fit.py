@@ -54,7 +54,7 @@ PAGE_KEYS = {"version", "model", "recipe", "flags", "target", "mixed_precision",
 PAGE_KEYS |= {"rungs"}
 RUNG_KEYS = {"name", "flags", "changes", "num_processes", "micro_batch_size", "accumulation_steps", "global_batch_size"}
 RUNG_KEYS |= {"loss", "strategy", "peak_bytes", "peak_phase", "peak_block", "needed_bytes", "host_bytes", "parts"}
-RUNG_KEYS |= {"fits", "step_s", "awaited_s", "samples_per_s", "relative_time", "launch"}
+RUNG_KEYS |= {"fits", "step_s", "device_update_s", "awaited_s", "samples_per_s", "relative_time", "launch"}
 RUNG_KEYS |= {"communication_s", "exposed_communication_s", "reduces_once"}
 
 LENGTHS = ["--length", "128", "--global_batch_size", "4"]

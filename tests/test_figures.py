@@ -240,6 +240,10 @@ def of_readme(*names):
 
 
 PLAIN_LOOP = measured("gpu_day-h100.json", told("none: at most 1.1", r"x([\d.]+)"))
+README_PERF = results("gpu_day-h100.json")["readme"]["perf"]
+README_SPEED = measured("gpu_day-h100.json", README_PERF["tokens_per_sec"], README_PERF["mfu_pct"])
+COUNTED = Stated("counted operators of one micro-batch on fake tensors, by the roofline of an H100's data sheet")
+EXPECTED = Asserted("tests/planner/test_expected_seconds.py")
 IN_SLICES = Asserted("tests/sharding/test_slices.py")
 SAVED_IN_SHARDS = Asserted("tests/sharding/test_saved.py")
 FIGURES = {
@@ -252,6 +256,7 @@ FIGURES = {
         ),
         "for 25 minutes on an H100 and an H200": Stated("how long they were there"),
         "to peak at 15.00 GiB and peaked at 15.00 GiB": of_readme("predicted_peak", "peak_allocated"),
+        "It trained 207,016 tokens a second, 13.7 % of": README_SPEED,
         "took x1.20 of a plain": PLAIN_LOOP,
         "[1,000 random cases]": measured("prediction-cpu.json", results("prediction-cpu.json")["summary"]["cases"]),
         "within 2 % of it in 966": measured(
@@ -274,6 +279,10 @@ FIGURES = {
         "predicted 0.00 % above": measured("gpu_day-h100.json", told("8-bit AdamW", r"\+([\d.]+) %")),
         "streamed weights 2.03 %": measured("gpu_day-h100.json", told("LoRA, frozen weights", r"\+([\d.]+) %")),
         "than the recipe: x1.20": PLAIN_LOOP,
+        "trained 207,016 tokens a second, 13.7 % of": README_SPEED,
+        "57 % of the shortest time was elementwise operators, and 15 % casts": COUNTED,
+        "Matrix products were 16 %, attention 4 %": COUNTED,
+        "142 ms a step for the same launch with `--fused_ops auto`, at least 91 ms": EXPECTED,
     },
     "docs/activation_plans.md": {
         "within 1 % of the bytes": Asserted("tests/planner"),
@@ -292,7 +301,8 @@ FIGURES = {
     "docs/architecture.md": {"1,797 scanned digits": Stated("scikit-learn's")},
     "docs/benchmarks.md": {
         "cards of 24 to 80 GiB": Stated("sizes of cards"),
-        "25 minutes, no network": Stated("a target"),
+        "in the first 12 minutes": Stated("limits of the runs"),
+        "40 minutes, no network": Stated("a target"),
         "costs x1.008 of a hand-written torch loop's step time at 45 ms a step": measured(
             "loop_overhead.json",
             one("loop_overhead.json", "loops", loop="memsave_recipes")["ratio"],
@@ -444,6 +454,13 @@ FIGURES = {
         "7 | 116 % | +211 % | 1 |": estimator("vram-check"),
         "8 | 9.97 % | -23.4 % | 8 |": estimator("accelerate estimate-memory"),
         "leaves 5 % of a GPU": Stated("an assumption"),
+        "memory | 76 % |": Asserted("tests/estimation/test_targets.py"),
+        "60 % if their smallest side is 768, 70 % from 2,048 on": Asserted("tests/estimation/test_targets.py"),
+        "46 % at 1,024 tokens, 53 % from 2,048 on": Asserted("tests/estimation/test_targets.py"),
+        "38 % and 42 %": Asserted("tests/estimation/test_targets.py"),
+        "| 224 ms | 317 ms | 316.2 ms |": EXPECTED,
+        "| 117 ms | 172 ms | 190 ms | -10 % |": EXPECTED,
+        "for another 100 ms a step": on_h200(step_ms("recipe") - kernels_ms("recipe"), within_pct=10),
         "needs 6.42 GiB": measured("../article.ipynb", printed_in_the_article("predicted in all") / 1024),
         "read 14,222 MB": Stated("the article's figure"),
     },

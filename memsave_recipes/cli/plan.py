@@ -15,7 +15,7 @@ shared by as few ranks as suffice for its length, and for ``--largest block_size
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from math import ceil
 from typing import Any
@@ -39,8 +39,8 @@ from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.planner.lengths import TOKENS_APART, Curve, curves, under_each
 from memsave_recipes.planner.search import Choice
-from memsave_recipes.planner.task import choose_for_target, every_strategy, points_of
-from memsave_recipes.render.choice import best_rows, show_choice
+from memsave_recipes.planner.task import choose_for_target, every_strategy, points_of, speed_of
+from memsave_recipes.render.choice import best_rows, show_choice, speed_line
 from memsave_recipes.render.frontier import by_family, frontier_page, plan_page, show_curves, show_points
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.text import ProgressBar
@@ -62,7 +62,8 @@ def plan(arguments: argparse.Namespace) -> None:
         check_plan_file(request)
         write_text("--plan", arguments.plan, choice.chosen.forecast.plan.to_json())
     line = launch_line(request, choice.chosen, arguments.plan)
-    remarks = request.remarks_on(choice.chosen)
+    speed = speed_of(request.task, request.launch, choice.chosen)
+    remarks = [*request.remarks_on(choice.chosen), speed_line(choice.chosen, speed)]
     if str(arguments.json) != STDOUT:
         is_cut = not arguments.all and len(best_rows(choice)) < len(choice.candidates)
         more = ["--all shows every candidate"] if is_cut else []
@@ -73,7 +74,9 @@ def plan(arguments: argparse.Namespace) -> None:
     points = points_of(choice.candidates)
     if arguments.json:
         found = {} if largest is None else {"largest": {"flag": arguments.largest, "value": largest}}
-        record = record_of(request, points, chosen=choice.candidates.index(choice.chosen), launch=line, **found)
+        record = record_of(
+            request, points, chosen=choice.candidates.index(choice.chosen), launch=line, speed=asdict(speed), **found
+        )
         write_text("--json", arguments.json, to_json(record))
     if arguments.html:
         page = plan_page(request.title, remarks, points, choice.chosen, line)

@@ -35,10 +35,11 @@ from memsave_recipes.text import GIB, ProgressBar, to_gib
 from memsave_recipes.training.arguments import MAX_GIB
 from memsave_recipes.training.parsing import named_flags, underscored
 
-DATA_SHEET_SECONDS = (
-    "seconds are lower bounds by the data sheet, without the optimizer's update: they rank plans, they predict no clock"
+EXPECTED_SECONDS = (
+    "seconds are expected, not measured: by the shares of the data sheet's rates that eager kernels reach on an H100, "
+    "without waits for the host or for data (docs/planner.md, What the seconds mean)"
 )
-CPU_SECONDS = "seconds are estimates by the rates measured here, without the optimizer's update: they rank plans"
+CPU_SECONDS = "seconds are estimates by the rates measured here: they rank plans"
 NO_FIGURE = "not in any figure: fragmentation of the allocator"
 NO_FIGURE_OF_CONVOLUTIONS = f"{NO_FIGURE}, and cuDNN's workspaces, for which convolutions take memory that is free"
 DEFAULT_LEAVES = "; the default budget leaves 5 %"
@@ -115,7 +116,7 @@ class PlanRequest:
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
             *([NO_TEXTS] if self.has_no_texts else []),
             *other_recipe(self.recipe),
-            *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, no_figure]),
+            *([CPU_SECONDS] if target.device_type == "cpu" else [EXPECTED_SECONDS, no_figure]),
         ]
 
     def remarks_on(self, candidate: Candidate) -> list[str]:
@@ -391,6 +392,7 @@ def record_of_candidate(candidate: Candidate) -> dict[str, Any]:
         "parts": candidate.parts,
         "fits": candidate.fits,
         "step_s": candidate.step_s,
+        "device_update_s": candidate.device_update_s,
         "awaited_s": candidate.awaited_s,
         "communication_s": candidate.communication_s[0],
         "exposed_communication_s": candidate.communication_s[1],

@@ -54,7 +54,9 @@ from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models import sequence_parallel
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, kinds_of, measure
-from memsave_recipes.profiling.preserve_state import replaced
+from memsave_recipes.profiling.preserve_state import freeing_gradients, replaced
+from memsave_recipes.profiling.throughput import ModelFlops
+from memsave_recipes.profiling.trace_events import Meter
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -128,33 +130,50 @@ class Estimator:
         Returns:
             A measurement whose workload is on the target's device, so that its chains are those of the target.
         """
-        dtype = self.autocast_dtype
-
-        def forward() -> Tensor:
-            # All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run.
-            try:
-                with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
-                    return workload.forward()
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                name = type(workload.model).__name__
-                raise InputError(
-                    f"a step of {name} cannot be estimated (it runs what the values of a tensor say): launch its "
-                    f"recipe with {BUDGET_FLAG}, which measures"
-                ) from error
-
         instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
-        on_cpu = replace(workload, forward=forward, device=CPU)
-        if (stream := stream_of(workload.model)) is not None:
+        on_cpu = replace(workload, forward=partial(self._forward, workload), device=CPU)
+        with self._simulating(workload.model, clock), replaced(tiles, "in_turn", partial(some_tiles, clock)):
+            measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
+        return replace(measured, workload=replace(workload, device=self.target.device))
+
+    def model_flops(self, workload: Workload) -> Mapping[str, int]:
+        """Count what ``ModelFlops`` counts of a forward and backward without a plan; as ``estimate``."""
+        counted = ModelFlops(for_cuda=self.target.device_type == "cuda")
+
+        def step(_: Meter) -> None:
+            with counted:
+                self._forward(workload).backward()
+
+        model, clock = workload.model, SimulatedClock()
+        with self._simulating(model, clock), freeing_gradients(model.parameters()):
+            replace(self._instruments, clock=clock).read_memory(step)
+        return counted.by_precision
+
+    def _forward(self, workload: Workload) -> Tensor:
+        """All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run."""
+        dtype = self.autocast_dtype
+        try:
+            with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+                return workload.forward()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            name = type(workload.model).__name__
+            raise InputError(
+                f"a step of {name} cannot be estimated (it runs what the values of a tensor say): launch its "
+                f"recipe with {BUDGET_FLAG}, which measures"
+            ) from error
+
+    @contextmanager
+    def _simulating(self, model: nn.Module, clock: SimulatedClock) -> Iterator[None]:
+        """Put the target's kernels, copies and exchanges in place of this CPU's."""
+        if (stream := stream_of(model)) is not None:
             stream.copies = SimulatedStream(clock, self.target.host_bytes_per_s)
         with (
-            _fake_mode_of(workload.model),
+            _fake_mode_of(model),
             cuda_kernels(self.target),
             simulated_offloading(self.target, clock),
             simulated_exchanges(clock, self.bytes_per_s_between),
-            replaced(tiles, "in_turn", partial(some_tiles, clock)),
         ):
-            measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
-        return replace(measured, workload=replace(workload, device=self.target.device))
+            yield
 
 
 def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstruments, repeats: Repeats) -> Measurement:

@@ -1,8 +1,8 @@
 """Read a step without running it: bytes and seconds from the operators that fake tensors go through.
 
 Every operator takes the longer of its FLOPs at the device's rate and its bytes at the device's bandwidth (Williams,
-Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785), and no less than any kernel does. The
-time is ideal: compare blocks and plans by it, and do not expect the seconds.
+Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785), and no less than any kernel does. By
+the rates of a data sheet the time is a bound; by calibrated ones it is what to expect of a device that need not wait.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.profiling.throughput import FORMULAS_OF_ALL_THAT_RUNS
+from memsave_recipes.profiling.throughput import CONVOLUTIONS, FORMULAS_OF_ALL_THAT_RUNS
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter, Reading
 
 aten = torch.ops.aten
@@ -65,6 +65,27 @@ def bytes_moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     unread = UNREAD.get(operation) if operation else None
     read = _tensors(([arg for position, arg in enumerate(args) if position != unread], {**kwargs, "out": None}))
     return _bytes(read) + _bytes(written)
+
+
+def extent_of(operation: Any, factors: Sequence[Tensor], flops: float) -> float:
+    """Return what the rate of a kernel depends on: the smallest side of its product, or the length of its rows.
+
+    Attention in ``flops``: two products of (T, D) and (D, T) a head, five in the backward.
+
+    Args:
+        factors: (..., M, K) and (..., K, N); of a convolution its input and weight; of attention queries and keys.
+            Those of a backward of the latter two come after the gradient.
+    """
+    if not flops:
+        return 0.0
+    name = str(operation)
+    first = 1 if name.endswith("backward") else 0
+    if "att" in name:
+        return flops / ((10 if first else 4) * factors[first].numel())
+    if operation in CONVOLUTIONS:
+        num_out, *others = factors[first + 1].shape
+        return float(min(num_out, prod(others)))
+    return float(min(*factors[0].shape[-2:], *factors[1].shape[-2:]))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -167,8 +188,9 @@ DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_s
 HASHED = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-SecondsOf: TypeAlias = Callable[[Any, torch.dtype, float, int], float]
-"""The time of an operator on a device: with factors of this dtype, so many FLOPs, and bytes read or written."""
+SecondsOf: TypeAlias = Callable[[Any, torch.dtype, float, int, float], float]
+"""The time of an operator on a device: with factors of this dtype, so many FLOPs, bytes read or written, and the result
+of ``extent_of``."""
 
 WorkspaceOf: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], KernelRun | None]
 """The run of an operator's kernel on a device with such arguments; ``None`` where it has no workspace."""
@@ -304,8 +326,9 @@ class _Operators(TorchDispatchMode):
             return 0.0
         count = FORMULAS_OF_ALL_THAT_RUNS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is the summand
-        return self.instruments.seconds_of(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
+        factors = tensors[1:] if operation is aten.addmm else tensors  # the first of addmm is the summand
+        num_bytes, extent = bytes_moved(func, args, kwargs, out), extent_of(operation, factors, flops)
+        return self.instruments.seconds_of(operation, factors[0].dtype, flops, num_bytes, extent)
 
 
 class KnownOperators:

@@ -1,11 +1,12 @@
 """The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
 
-Rates are the vendors' own, from ``profiling/cards.json``. So a time made of them is the
-shortest that the device could take: compare two plans by it, and do not expect the seconds.
+Rates are the vendors' own, from ``profiling/cards.json``. So a time made of them is a bound: the shortest that the
+device could take. A ``calibrated`` target has the shares of them that kernels reach, as ``about_calibrated`` there
+says: its times are what to expect.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -17,7 +18,7 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.memory import read_device_use
-from memsave_recipes.profiling.throughput import CARDS, CONVOLUTIONS, PEAK_TFLOPS
+from memsave_recipes.profiling.throughput import CARDS, CONVOLUTIONS, PEAK_TFLOPS, TABLES
 from memsave_recipes.text import GIB, MIB
 
 MAX_MEMORY_GIB = 100_000
@@ -50,6 +51,48 @@ and the driver's version decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Shares of a card's rates that kernels reach there.
+
+    Args:
+        gemm_by_width: of the peak, by the smallest side of a matrix product, as (width, share), narrow ones first.
+        attention_forward_by_length, attention_backward_by_length: likewise by the length of a row, of scores that all
+            count, as ``FORMULAS`` have it for causal attention too.
+        memory: of the memory's rate.
+        kernel_s: the least time of any kernel.
+        run: that they come from.
+    """
+
+    gemm_by_width: Sequence[tuple[float, float]]
+    attention_forward_by_length: Sequence[tuple[float, float]]
+    attention_backward_by_length: Sequence[tuple[float, float]]
+    memory: float
+    kernel_s: float
+    run: str
+
+    def of_peak(self, operation: Any, extent: float) -> float:
+        """Return the share of the peak of an operator with factors of this width, or rows of this length."""
+        name = str(operation)
+        if "att" not in name:
+            return _interpolated(self.gemm_by_width, extent)
+        backward = "backward" in name
+        return _interpolated(
+            self.attention_backward_by_length if backward else self.attention_forward_by_length, extent
+        )
+
+
+CALIBRATED = {word: Shares(**shares) for word, shares in TABLES["calibrated"].items()}
+"""By the word of a card that was measured; the first one's are taken for cards that were not."""
+
+
+def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value of a piecewise linear function, constant beyond its first and last point."""
+    low, from_value = max((point for point in points if point[0] <= at), default=points[0])
+    high, to_value = min((point for point in points if point[0] >= at), default=points[-1])
+    return from_value if high <= low else from_value + (to_value - from_value) * (at - low) / (high - low)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """The properties of a device that an estimate needs.
 
@@ -66,6 +109,7 @@ class Target:
         has_flash_attention: whether torch's flash kernel runs on it: from Ampere on.
         has_varlen_attention: whether attention by document takes all documents in one call: NVIDIA's of these.
         remark: how it was found, where the word does not tell.
+        shares: of the peak, where the other rates are ``calibrated``.
     """
 
     word: str
@@ -82,6 +126,15 @@ class Target:
     has_flash_attention: bool = True
     has_varlen_attention: bool = False
     remark: str = ""
+    shares: Shares | None = None
+
+    @property
+    def calibrated(self) -> "Target":
+        """The same with the rates that kernels reach; of a CPU, whose rates are measured, itself."""
+        if self.device_type == "cpu":
+            return self
+        shares = CALIBRATED.get(self.word) or next(iter(CALIBRATED.values()))
+        return replace(self, bytes_per_s=shares.memory * self.bytes_per_s, kernel_s=shares.kernel_s, shares=shares)
 
     @property
     def device(self) -> torch.device:
@@ -93,12 +146,18 @@ class Target:
         """The dtype of 16 bits that it computes in: that of ``--dtype auto``."""
         return "bfloat16" if "bfloat16" in self.flops_per_s else "float16"
 
-    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
-        """Return the time of an operator by the roofline; a precision that is in no table computes as float32 does."""
+    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int, extent: float = 0.0) -> float:
+        """Return the time of an operator by the roofline; a precision that is in no table computes as float32 does.
+
+        Args:
+            extent: the smallest side of a product, or the length of the rows of attention.
+        """
         precision = str(dtype).removeprefix("torch.")
         if operation in CONVOLUTIONS and dtype == torch.float32 and "tf32" in self.flops_per_s:
             precision = "tf32"
         flops_per_s = self.flops_per_s.get(precision, self.flops_per_s["float32"])
+        if self.shares is not None:
+            flops_per_s *= self.shares.of_peak(operation, extent)
         return max(flops / flops_per_s, num_bytes / self.bytes_per_s, self.kernel_s)
 
 

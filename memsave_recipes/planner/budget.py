@@ -98,6 +98,8 @@ class StaticMemory:
         awaited_bytes: copied for it in a step while the device waits.
         updated_bytes: that the host reads and writes where it steps.
         updates_in_backward: whether it does so beside the backward.
+        device_updated_bytes: that the device reads and writes to clip the gradients and to step.
+        adding_bytes: likewise to add the gradients of a further micro-batch.
         copies_bytes: of the host, for copies of checkpoints.
     """
 
@@ -116,6 +118,8 @@ class StaticMemory:
     awaited_bytes: int = 0
     updated_bytes: int = 0
     updates_in_backward: bool = False
+    device_updated_bytes: int = 0
+    adding_bytes: int = 0
     copies_bytes: int = 0
 
     @property
@@ -198,6 +202,7 @@ def static_memory_of(
     optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
     on_host = [one for one in streamed_parameters(model) if one.requires_grad]
     averaged, averaged_on_host = _averaged_bytes(optim, model, trained, on_host, on_cpu=on_cpu)
+    on_host_alone = optim.offload_optimizer == "step" and not on_cpu
     static = StaticMemory(
         state_bytes=optimizer.state_bytes + averaged,
         optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
@@ -207,6 +212,8 @@ def static_memory_of(
         awaited_bytes=optimizer.awaited_bytes,
         updated_bytes=optimizer.updated_bytes,
         updates_in_backward=optim.optimizer_in_backward,
+        device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes + averaged),
+        adding_bytes=0 if gradients_leave(optim, device_type) else 3 * gradients,
         copies_bytes=copies_bytes(optim, model, num_ranks=num_shards) if optim.async_save and not on_cpu else 0,
     )
     if num_shards is None:
@@ -217,6 +224,12 @@ def static_memory_of(
     if gradients_leave(optim, device_type):
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
     return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
+
+
+def _touched_bytes(optim: OptimizerSettings, trained: Sequence[Tensor], state_bytes: int) -> int:
+    """What an update touches: gradients once, weights and state twice; clipping the gradients three times before."""
+    weights = sum(one.nbytes for one in trained)
+    return 3 * weights + 2 * state_bytes + (0 if optim.optimizer_in_backward else 3 * weights)
 
 
 def _averaged_bytes(

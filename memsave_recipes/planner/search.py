@@ -52,6 +52,7 @@ class Candidate:
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
         host_bytes_per_s: between a device and its host, one way.
         host_memory_bytes_per_s: that the host reads and writes.
+        memory_bytes_per_s: that the device reads and writes.
     """
 
     layout: BatchLayout
@@ -64,6 +65,7 @@ class Candidate:
     host_budget_bytes: int | None = None
     host_bytes_per_s: float = inf
     host_memory_bytes_per_s: float = inf
+    memory_bytes_per_s: float = inf
 
     @property
     def strategy(self) -> str:
@@ -102,8 +104,15 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step without an update on the device, which is the same for all candidates."""
-        return self.layout.forwards_per_step * self.forecast.micro_batch_s + self.awaited_s
+        """Seconds of a step: of its micro-batches, of adding up their gradients, and of the update."""
+        micro_batches_s = self.layout.forwards_per_step * self.forecast.micro_batch_s
+        return micro_batches_s + self.device_update_s + self.awaited_s
+
+    @property
+    def device_update_s(self) -> float:
+        """Seconds in which the device adds up gradients, clips and steps: an estimate; 0 in a run, which measures."""
+        num_added = self.layout.forwards_per_step - 1
+        return (self.static.device_updated_bytes + num_added * self.static.adding_bytes) / self.memory_bytes_per_s
 
     @property
     def awaited_s(self) -> float:
@@ -209,7 +218,7 @@ class SearchSpace:
     Args:
         budget_bytes: of the device, overheads included.
         strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else only this one.
-        overheads, host_budget_bytes, host_bytes_per_s, host_memory_bytes_per_s: see ``Candidate``.
+        overheads, host_budget_bytes, host_bytes_per_s, host_memory_bytes_per_s, memory_bytes_per_s: see ``Candidate``.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
         compiled_ratios: of compiled memory, to measure for a budget.
@@ -227,6 +236,7 @@ class SearchSpace:
     host_budget_bytes: int | None = None
     host_bytes_per_s: float = inf
     host_memory_bytes_per_s: float = inf
+    memory_bytes_per_s: float = inf
     plan_of: Callable[[str, Collection[str]], Plan]
     plan: Plan | None = None
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
@@ -249,6 +259,7 @@ class SearchSpace:
                 host_budget_bytes=self.host_budget_bytes,
                 host_bytes_per_s=self.host_bytes_per_s,
                 host_memory_bytes_per_s=self.host_memory_bytes_per_s,
+                memory_bytes_per_s=self.memory_bytes_per_s,
             )
             for in_shards, static in self._reduced(layout)
             for found in self._forecasts(measurement, static, in_shards)
@@ -364,6 +375,7 @@ def search_space(
     host_budget_bytes: int | None = None,
     host_bytes_per_s: float = inf,
     host_memory_bytes_per_s: float = inf,
+    memory_bytes_per_s: float = inf,
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
 ) -> SearchSpace:
@@ -398,6 +410,7 @@ def search_space(
         host_budget_bytes=host_budget_bytes,
         host_bytes_per_s=host_bytes_per_s,
         host_memory_bytes_per_s=host_memory_bytes_per_s,
+        memory_bytes_per_s=memory_bytes_per_s,
         plan_of=partial(plan_blocks, model),
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
         in_shards=None if groups is None else partial(in_shards, groups),

@@ -6,7 +6,7 @@ A recipe that ``memsave plan`` can plan has a function ``task(args)`` next to it
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state
+from memsave_recipes.profiling.throughput import utilization_pct
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.sharding.groups import ShardGroups, check_precision
 from memsave_recipes.sharding.units import modules_outside_blocks
@@ -161,6 +162,7 @@ class Launch:
     Args:
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
         link_bytes_per_s: that a rank sends to others; ``None``: as much as to its host.
+        by_data_sheet: whether seconds are bounds by the data sheet, and not what to expect.
     """
 
     target: Target
@@ -168,6 +170,12 @@ class Launch:
     mixed_precision: str = "no"
     host_budget_bytes: int | None = None
     link_bytes_per_s: float | None = None
+    by_data_sheet: bool = False
+
+    @property
+    def rates(self) -> Target:
+        """The target with the rates that seconds are made of."""
+        return self.target if self.by_data_sheet else self.target.calibrated
 
     def over(self, num_processes: int) -> "Launch":
         """Return the same with other ranks on the same host."""
@@ -281,7 +289,7 @@ def choose_for_target(
     candidates: Callable[[SearchSpace, Measurement, BatchLayout, str | None], list[Candidate]] = SearchSpace.candidates,
     in_processes: bool = False,
 ) -> Choice:
-    """Return all candidates for a recipe on a device, estimated from fake tensors and the vendor's rates.
+    """Return all candidates for a recipe on a device, estimated from fake tensors and the device's rates.
 
     Args:
         on_size: called with the batch layout that is estimated next.
@@ -294,14 +302,7 @@ def choose_for_target(
     """
     estimates = Estimates(task, launch)
     space = replace(space_of(task, launch, estimates.model, budget_bytes), plan=plan)
-    plans_of = partial(
-        plans_to_measure,
-        space.strategy,
-        device_type=launch.target.device_type,
-        compiles=False,
-        micro_batch_size=space.micro_batch_size,
-    )
-
+    plans_of = _plans_of(space, launch)
     layouts, losses = layouts_of(task, launch.num_processes), task.losses_on(launch.target.device_type)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
@@ -321,6 +322,17 @@ def choose_for_target(
         return search(layouts, losses, candidates_of)
 
 
+def _plans_of(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:
+    """Return what lists the plans under which a workload has to run for the strategy of ``space``."""
+    return partial(
+        plans_to_measure,
+        space.strategy,
+        device_type=launch.target.device_type,
+        compiles=False,
+        micro_batch_size=space.micro_batch_size,
+    )
+
+
 def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:
     """Return what the flags of a task leave open for its model on a device."""
     return search_space(
@@ -334,6 +346,7 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
         host_budget_bytes=launch.host_budget_bytes,
         host_bytes_per_s=launch.target.host_bytes_per_s,
         host_memory_bytes_per_s=launch.target.host_memory_bytes_per_s,
+        memory_bytes_per_s=launch.rates.bytes_per_s,
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )
@@ -351,12 +364,50 @@ class Estimates:
         launch = self.launch
         precision = AUTOCAST_DTYPES[launch.mixed_precision]
         exchange_rate = launch.bytes_per_s_between if self.task.run.sequence_parallel > 1 else inf
-        self._estimator = Estimator(self.model, launch.target, precision, exchange_rate)
+        self._estimator = Estimator(self.model, launch.rates, precision, exchange_rate)
 
     def of(self, layout: BatchLayout, loss: str | None, plans_of: Callable[[Workload], Sequence[Plan]]) -> Measurement:
         """Return the costs of the largest forward of a step under plans for it; the first keeps everything."""
         workload = fake_workload(self.task, self.launch, self.model, layout, loss)
         return self._estimator.estimate(workload, plans_of(workload))
+
+    def model_flops(self, layout: BatchLayout, loss: str | None) -> Mapping[str, int]:
+        """Return the model's FLOPs in the largest forward of a step and its backward, by precision."""
+        return self._estimator.model_flops(fake_workload(self.task, self.launch, self.model, layout, loss))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What the seconds of a step mean.
+
+    Args:
+        bound_s: of the same step by the data sheet.
+        tokens_per_s: over all ranks, where samples are rows of tokens.
+        mfu_pct: the share of the device's peak that the model's FLOPs are, as ``utilization_pct`` has it of a run;
+            ``None`` where the peak is not known.
+    """
+
+    bound_s: float
+    tokens_per_s: float | None
+    mfu_pct: float | None
+
+
+def speed_of(task: Task, launch: Launch, candidate: Candidate) -> Speed:
+    """Return the speed of a candidate of ``choose_for_target``."""
+    rows = task.micro_batch(1).get("input_ids")
+    tokens_per_s = rows.numel() * candidate.samples_per_s if isinstance(rows, Tensor) else None
+    if launch.rates is launch.target:
+        return Speed(bound_s=candidate.step_s, tokens_per_s=tokens_per_s, mfu_pct=None)
+    layout, loss = candidate.layout, candidate.loss
+    estimates = Estimates(task, replace(launch, by_data_sheet=True))
+    found = space_of(task, estimates.launch, estimates.model, candidate.budget_bytes)
+    space = replace(found, plan=candidate.forecast.plan, reductions=(candidate.reduces_once,))
+    plans_of = _plans_of(replace(space, strategy=candidate.strategy), launch)
+    (bound,) = space.candidates(estimates.of(layout, loss, plans_of), layout, loss)
+    flops = estimates.model_flops(layout, loss)
+    rates = {precision: count * layout.forwards_per_step / candidate.step_s for precision, count in flops.items()}
+    mfu_pct = utilization_pct(rates, launch.target.name)
+    return Speed(bound_s=bound.step_s, tokens_per_s=tokens_per_s, mfu_pct=mfu_pct)
 
 
 def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:

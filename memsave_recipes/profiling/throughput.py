@@ -334,12 +334,16 @@ class ModelFlops(TorchDispatchMode):
 
     ``by_precision`` holds the FLOPs by the precision of the factors: a dtype such as ``bfloat16``, or ``tf32`` where
     torch's settings let the device round float32 factors to that. Code runs slower in it, compiled code uncompiled.
+
+    Args:
+        for_cuda: whether the step is to run on CUDA, where its fake tensors do not say so.
     """
 
     supports_higher_order_operators = True  # flex attention
 
-    def __init__(self) -> None:
+    def __init__(self, *, for_cuda: bool = False) -> None:
         TorchDispatchMode.__init__(self)
+        self.for_cuda = for_cuda
         self.by_precision: Counter[str] = Counter()
 
     @property
@@ -354,17 +358,18 @@ class ModelFlops(TorchDispatchMode):
         formula = FORMULAS_BY_NAME.get(str(operation)) or FORMULAS.get(operation)
         if formula is not None and not _recomputes():
             factor = args[1 if operation is aten.addmm else 0]
-            self.by_precision[_precision(operation, factor)] += formula(*args, **kwargs, out_val=result)
+            precision = _precision(operation, factor.dtype, on_cuda=self.for_cuda or factor.is_cuda)
+            self.by_precision[precision] += formula(*args, **kwargs, out_val=result)
         return result
 
 
-def _precision(operation: Any, factor: Tensor) -> str:
-    if factor.dtype == torch.float32 and factor.is_cuda and torch.version.hip is None:
+def _precision(operation: Any, dtype: torch.dtype, *, on_cuda: bool) -> str:
+    if dtype == torch.float32 and on_cuda and torch.version.hip is None:
         backends: Any = torch.backends
         settings = backends.cudnn.conv if operation in CONVOLUTIONS else backends.cuda.matmul
         if settings.fp32_precision == "tf32":
             return "tf32"
-    return str(factor.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def _recomputes() -> bool:

@@ -21,6 +21,7 @@ from memsave_recipes.text import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from memsave_recipes.planner.ladder import Rung  # needs an extra
+    from memsave_recipes.planner.task import Speed
 
 BAR_COLUMNS = 24  # of the longest bar
 BLOCK_BAR_COLUMNS = 16
@@ -173,6 +174,14 @@ def overhead_lines(candidate: Candidate) -> list[str]:
         seconds = format_seconds(candidate.awaited_s)
         lines.append(f"optimizer state: the device waits {seconds} of a step for {moved} of copies (estimated)")
     return [*lines, HostUse.of(candidate).line] if candidate.host_bytes else lines
+
+
+def speed_line(candidate: Candidate, speed: "Speed") -> str:
+    """Return the expected seconds of a step, their bound by the data sheet, and what they mean."""
+    bound = f" (by the data sheet at least {format_seconds(speed.bound_s)})" if speed.bound_s < candidate.step_s else ""
+    rate, what = (candidate.samples_per_s, "samples") if speed.tokens_per_s is None else (speed.tokens_per_s, "tokens")
+    share = "" if speed.mfu_pct is None else f", {speed.mfu_pct:.1f} % of the device's peak rate"
+    return f"expected: {format_seconds(candidate.step_s)} a step{bound}, {format_rate(rate)} {what}/s{share}"
 
 
 def rival_lines(choice: Choice) -> list[str]:

@@ -150,9 +150,9 @@ COST = (
     Column("saved_for_backward_bytes", "saved for\nbackward", format_bytes, _percent_more, "low"),
     Column(SPEED, "samples\n/s", format_rate, _factor, "high"),
     Column("tokens_per_s", "tokens\n/s", format_rate, _factor, "high"),
+    Column("mfu_pct", "MFU", lambda value: f"{_fixed(value, 1)} %", _factor, "high"),
     Column("train_time_s", "train\ntime", format_seconds, _factor, "low"),
 )
-MFU = Column("mfu_pct", "MFU", lambda value: f"{_fixed(value, 1)} %", _factor, "high")
 TRAIN_LOSS = Column("train_loss", "train\nloss", _decimals, _change)
 
 
@@ -167,7 +167,7 @@ def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return every column that ``rows`` have a figure for."""
     found = dict.fromkeys(name for row in rows for name in row.evaluation)
     metrics = sorted(found, key=lambda name: METRICS.index(name) if name in METRICS else len(METRICS))
-    return _filled([*COST, MFU, *map(_metric_column, metrics), TRAIN_LOSS], rows)
+    return _filled([*COST, *map(_metric_column, metrics), TRAIN_LOSS], rows)
 
 
 def notes(table: ComparisonTable) -> list[str]:

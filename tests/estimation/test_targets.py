@@ -196,6 +196,31 @@ def test_rates_by_precision():
     assert find_target("t4").seconds(mm, torch.bfloat16, 8.1e12, 0) == 1
 
 
+def test_a_calibrated_card_reaches_a_share_of_its_data_sheet():
+    h100, (mm, attention) = find_target("h100").calibrated, (torch.ops.aten.mm, torch.ops.aten._flash_attention_forward)
+    for width, share in ((64, 0.6), (768, 0.6), (1408, 0.65), (2048, 0.7), (8192, 0.7)):
+        assert h100.seconds(mm, torch.bfloat16, 989.5e12, 0, width) == pytest.approx(1 / share)
+    assert h100.seconds(attention, torch.bfloat16, 989.5e12, 0, 1024) == pytest.approx(1 / 0.46)
+    backward = torch.ops.aten._flash_attention_backward
+    assert h100.seconds(backward, torch.bfloat16, 989.5e12, 0, 4096) == pytest.approx(1 / 0.42)
+    assert h100.seconds(mm, torch.bfloat16, 0, int(3350e9)) == pytest.approx(1 / 0.76)
+
+
+@pytest.mark.parametrize("word", CARDS)
+def test_no_card_is_expected_to_beat_its_data_sheet(word):
+    """A card that was not measured reaches the shares of the one that was."""
+    card, mm = find_target(word), torch.ops.aten.mm
+    for flops, num_bytes in ((1e15, 0), (0, 10**12), (0, 0)):
+        bound_s = card.seconds(mm, torch.float16, flops, num_bytes, 1024)
+        assert bound_s <= card.calibrated.seconds(mm, torch.float16, flops, num_bytes, 1024) <= 2.7 * bound_s
+    assert card.calibrated.memory_bytes == card.memory_bytes
+
+
+def test_rates_that_are_measured_stay_as_they_are():
+    cpu = find_target("cpu")
+    assert cpu.calibrated is cpu
+
+
 def test_the_rate_of_this_hosts_memory_is_that_of_an_update(monkeypatch):
     monkeypatch.setattr(targets, "UPDATED_NUMBERS", 1000)
     stepped = []

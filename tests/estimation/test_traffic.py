@@ -9,8 +9,9 @@ from workloads import estimate_on_target, workload_of
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.estimation import fake_step
 from memsave_recipes.estimation.estimate import fake_batch, fake_model
-from memsave_recipes.estimation.fake_step import bytes_moved
+from memsave_recipes.estimation.fake_step import bytes_moved, extent_of
 from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.profiling.throughput import FORMULAS_OF_ALL_THAT_RUNS
 
 aten = torch.ops.aten
 ROWS, WORDS, FLOAT32, INT64 = 8, 1000, 4, 8
@@ -88,3 +89,27 @@ def test_windows_that_overlap_are_read_once_and_columns_by_themselves():
     assert moved(aten.exp.default, windows) == row.nbytes + windows.nbytes
     assert moved(aten.exp.default, table[:, 2]) == 2 * ROWS * FLOAT32
     assert moved(aten.exp.default, table[:0]) == 0
+
+
+def meta(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def test_the_rate_of_a_product_depends_on_its_smallest_side():
+    for operation, factors in (
+        (aten.mm, [meta(4096, 96), meta(96, 512)]),
+        (aten.bmm, [meta(7, 96, 4096), meta(7, 4096, 512)]),
+        (aten.convolution, [meta(2, 24, 56, 56), meta(96, 24, 3, 3)]),
+        (aten.convolution_backward, [meta(2, 96, 56, 56), meta(2, 24, 56, 56), meta(96, 24, 3, 3)]),
+    ):
+        assert extent_of(operation, factors, 1.0) == 96
+    assert extent_of(aten.add, [meta(3)], 0) == 0
+
+
+def test_the_rate_of_attention_depends_on_the_length_of_its_rows():
+    heads = [meta(2, 8, 1024, 64)] * 3
+    forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+    flops = FORMULAS_OF_ALL_THAT_RUNS[forward](*heads, out_val=None)
+    assert extent_of(forward, heads, flops) == 1024
+    flops = FORMULAS_OF_ALL_THAT_RUNS[backward](*[heads[0], *heads], out_val=None)
+    assert extent_of(backward, [heads[0], *heads], flops) == 1024

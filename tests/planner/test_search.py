@@ -93,6 +93,15 @@ def test_the_fastest_that_fits_is_chosen_and_among_equals_the_simplest():
     assert Choice(candidates=(candidate(budget=1),)).chosen is None
 
 
+def test_a_step_adds_gradients_and_updates():
+    """Four micro-batches of four: three times one more gradient."""
+    static = StaticMemory(device_updated_bytes=40, adding_bytes=12)
+    one, rate = candidate(size=4, static=static), {"memory_bytes_per_s": 4.0}
+    assert replace(one, **rate).step_s == one.step_s + 10 + 3 * 3
+    whole = candidate(size=16, static=static)
+    assert replace(whole, **rate).step_s == whole.step_s + 10
+
+
 def with_noise(one, part):
     """Recomputing takes its seconds, give or take this part of them."""
     blocks = tuple(replace(b, forward_noise_s=part * b.forward_s) for b in one.forecast.chain.blocks)

@@ -1,7 +1,7 @@
 """Model FLOPs are those of the formulas on paper, whatever runs a second time to save memory."""
 
+from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,12 +172,11 @@ def matmul_settings():
 
 @pytest.mark.parametrize(("setting", "expected"), [("ieee", "float32"), ("tf32", "tf32")])
 def test_float32_factors_count_as_what_the_settings_let_a_gpu_make_of_them(matmul_settings, setting, expected):
-    on_gpu = SimpleNamespace(dtype=torch.float32, is_cuda=True)
     matmul_settings.fp32_precision = setting
-    assert throughput._precision(torch.ops.aten.mm, on_gpu) == expected
-    assert throughput._precision(torch.ops.aten.convolution, on_gpu) == "tf32"  # torch's own setting
-    half = SimpleNamespace(dtype=torch.float16, is_cuda=True)
-    assert throughput._precision(torch.ops.aten.mm, half) == "float16"
+    precision_of = partial(throughput._precision, on_cuda=True)
+    assert precision_of(torch.ops.aten.mm, torch.float32) == expected
+    assert precision_of(torch.ops.aten.convolution, torch.float32) == "tf32"  # torch's own setting
+    assert precision_of(torch.ops.aten.mm, torch.float16) == "float16"
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its meta device does not know the product")
