@@ -1,8 +1,11 @@
 """Every claim of the README on the GPUs of this machine, one after the other, each with a verdict.
 
-    bash benchmarks/gpu_day.sh                          # about 25 minutes on one GPU, no network
+    bash benchmarks/gpu_day.sh --prepare                # before a GPU is there: tokenizers and tokens of all runs
+    bash benchmarks/gpu_day.sh                          # about 40 minutes on one GPU, no network
     bash benchmarks/gpu_day.sh --list                   # the steps, their claims, and what each needs
     bash benchmarks/gpu_day.sh --tiny                   # the same steps on a CPU, small
+
+The first twelve minutes tell what a step takes (``first_minutes.py``); --only first_minutes ends after them.
 
 A claim that has a verdict is not run again, so what was stopped goes on. --only names steps, and --claims words of the
 claims in them. Where time is short, claims that are not of speed may run side by side: a process for some of them, with
@@ -22,6 +25,7 @@ NOTE [ a verdict ]
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -37,6 +41,7 @@ from results_table import main as results_table
 from gpu_day.claims import CUDA, FAILS, VERDICTS, Step, Verdict
 from gpu_day.day import Day
 from gpu_day.exactness import half_precision, kernels, proofs, resumed
+from gpu_day.first_minutes import first_minutes, prepare
 from gpu_day.loops import loops
 from gpu_day.machine import CPU, GPU, STAND_IN, Size, abilities, kind_of_machine, size_of
 from gpu_day.memory import budgets, full_device, offloading, predictions, techniques
@@ -47,7 +52,19 @@ from memsave_recipes.text import GIB
 STEPS = {
     step.__name__: step
     for step in (
-        *(ranks, kernels, proofs, waits, budgets, throughput, resumed, predictions, techniques, data_sheets),
+        *(
+            first_minutes,
+            ranks,
+            kernels,
+            proofs,
+            waits,
+            budgets,
+            throughput,
+            resumed,
+            predictions,
+            techniques,
+            data_sheets,
+        ),
         *(offloading, loops, full_device, half_precision, article),
     )
 }
@@ -110,11 +127,16 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--claims", nargs="+", default=[""], metavar="TEXT", help="those with one of these in them")
     parser.add_argument("--list", action="store_true", help="print the steps and their claims, and run nothing")
+    parser.add_argument("--prepare", action="store_true", help="make what the runs read, and run nothing")
     parser.add_argument(
         "--runs_dir", type=Path, help="default: out/gpu_day; of small runs with what they are behind it"
     )
     flags = harness.read_flags(parser, args)
     kind = kind_of_machine(is_tiny=flags.tiny)
+    if flags.prepare:
+        num_runs = prepare([STEPS[name](size_of(kind)) for name in flags.only])
+        print(f"what {num_runs} runs read is in {os.environ.get('HF_DATASETS_CACHE', 'the cache of datasets')}")
+        return 0
     if flags.list:
         print(describe(size_of(kind)))
         return 0

@@ -1,8 +1,8 @@
 """What a day consists of: steps, their claims, the commands that a claim needs, and what became of them."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class Command:
         launch: the file of ``accelerate_configs/`` to launch with, for a recipe; ``None`` for plain Python.
         is_killed: it is killed after its first checkpoint, and resumed.
         is_benchmark: its folder is that of the day's results.
+        limit_s: it is ended after so many seconds.
+        environment: further variables.
     """
 
     name: str
@@ -88,6 +90,8 @@ class Command:
     after: "Command | None" = None
     is_killed: bool = False
     is_benchmark: bool = False
+    limit_s: float = 300
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

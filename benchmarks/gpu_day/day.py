@@ -14,7 +14,6 @@ from harness import ROOT
 
 from gpu_day.claims import FAILS, FIGURE, HOLDS, SKIPPED, Claim, Command, Outcome, Step, Verdict
 
-LIMIT_S = 300
 ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "STANDIN_DEVICES": "1"}
 """For what is not launched: Trainer spreads a model over all devices that it sees."""
 
@@ -55,7 +54,7 @@ class Day:
         """Run the command, or remember how it ended.
 
         Raises:
-            RuntimeError: it takes longer than ``LIMIT_S``.
+            RuntimeError: it takes longer than its limit.
         """
         if command.name not in self.outcomes:
             if command.is_killed:
@@ -80,7 +79,7 @@ class Day:
             return subprocess.Popen(
                 [sys.executable, *flags],
                 cwd=ROOT,
-                env=os.environ | ({} if command.launch else ONE_DEVICE),
+                env=os.environ | ({} if command.launch else ONE_DEVICE) | command.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -89,10 +88,10 @@ class Day:
 
     def _ended(self, command: Command, process: subprocess.Popen[str]) -> Outcome:
         try:
-            code = process.wait(LIMIT_S)
+            code = process.wait(command.limit_s)
         except subprocess.TimeoutExpired:
             _kill(process)
-            raise RuntimeError(f"{command.name} took longer than {LIMIT_S} s") from None
+            raise RuntimeError(f"{command.name} took longer than {command.limit_s:g} s") from None
         log = self.folder / f"{command.name}.log"
         return Outcome(code, log.read_text(encoding="utf-8", errors="replace"), self._folder_of(command))
 
@@ -101,14 +100,16 @@ class Day:
 
     def _begin_and_kill(self, command: Command) -> None:
         """Begin the run and kill it after its first checkpoint."""
-        process, deadline = self._start(command), time.monotonic() + LIMIT_S
+        process, deadline = self._start(command), time.monotonic() + command.limit_s
         checkpoints = self.folder / command.name / "checkpoints"
         while not any(checkpoints.glob("step-*")) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         has_ended = process.poll() is not None
         _kill(process)
         if has_ended or not any(checkpoints.glob("step-*")):
-            raise RuntimeError(f"{command.name} could not be killed: it ended, or wrote no checkpoint in {LIMIT_S} s")
+            raise RuntimeError(
+                f"{command.name} could not be killed: it ended, or wrote no checkpoint in {command.limit_s:g} s"
+            )
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -177,11 +177,30 @@ def seconds_measured(most_off: float) -> Callable[[Outcome], Found]:
     return judge
 
 
+def speed(run: Outcome) -> Found:
+    """Tokens a second, the share of the peak rate, the step and its memory."""
+    perf, memory = run.results["perf"], run.memory
+    share = f", {perf['mfu_pct']:.1f} % of the peak rate" if "mfu_pct" in perf else ""
+    step = f"{1000 * run.step_s:.1f} ms a step under {run.results['plan']}"
+    return None, f"{perf['tokens_per_sec']:,.0f} tokens/s{share}, {step}, {gib(memory['peak_allocated_gib'])}"
+
+
+def seconds_expected(most_off: float) -> Callable[[Outcome, Outcome], Found]:
+    """The step that ``memsave plan`` expects is the measured one, but for the share ``most_off``."""
+
+    def judge(plan: Outcome, run: Outcome) -> Found:
+        (first, *_) = plan.read("plan.json")["candidates"]
+        off = first["step_s"] / run.step_s - 1
+        return abs(off) <= most_off, f"{1000 * first['step_s']:.1f} ms for {1000 * run.step_s:.1f} ms, {off:+.0%}"
+
+    return judge
+
+
 def seconds_by_sheet(plan: Outcome, run: Outcome) -> Found:
     """The data sheet's seconds are lower bounds."""
-    (first, *_) = plan.read("plan.json")["candidates"]
-    found = f"{1000 * first['step_s']:.1f} ms by the data sheet for a step of {1000 * run.step_s:.1f} ms"
-    return first["step_s"] <= run.step_s, found
+    bound_s = plan.read("plan.json")["speed"]["bound_s"]
+    found = f"{1000 * bound_s:.1f} ms by the data sheet for a step of {1000 * run.step_s:.1f} ms"
+    return bound_s <= run.step_s, found
 
 
 def peak_by_sheet(plan: Outcome, run: Outcome) -> Found:

@@ -29,6 +29,12 @@ GPU, STAND_IN, CPU = "gpu", "stand-in", "cpu"
 TEXT, IMAGES = "recipes/language_modeling.py", "recipes/image_classification.py"
 LAUNCHES = {True: ("cpu", "cpu_ddp", "cpu_fsdp2"), False: ("single_gpu", "multi_gpu", "fsdp2")}
 LLAMA = "hidden_size={0},intermediate_size={1},num_hidden_layers={2},num_attention_heads={3},num_key_value_heads={3}"
+GPT2 = "--model_type gpt2"
+LLAMA_1B = (
+    "--model_type llama --config_overrides hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256 --max_eval_samples 8"
+)
+FEW_STEPS = "--max_steps 12 --logging_steps 4"
 ROWS = "--vocab_size {} --block_size {} --global_batch_size {} --micro_batch_size {} --max_eval_samples {}"
 PACKAGES = {TRITON: "triton", LIGER: "liger_kernel", BITSANDBYTES: "bitsandbytes", TRL: "trl"}
 ON_GPUS_ALONE = {TRITON, LIGER, BITSANDBYTES}
@@ -69,6 +75,10 @@ class Size:
         device: its type.
         launches: files of ``accelerate_configs/`` for one rank, for ranks with whole weights, and in shards.
         rows, digits: flags for the batches of texts and images.
+        gpt2: the README's launch but for its memory, which is ``launch_budget``.
+        gpt2_micro, gpt2_whole: its batch in several micro-batches, and in one.
+        vocabularies: of a GPT-2, odd and padded.
+        llama_1b: flags of a Llama of 1B.
         half: ``--mixed_precision`` where the loss is scaled; ``bf16`` everywhere else.
         too_large: flags of images that no device has memory for.
         length: flags for the steps of most runs.
@@ -82,6 +92,12 @@ class Size:
     launches: tuple[str, str, str]
     llama: str
     rows: str
+    gpt2: str
+    launch_budget: str
+    gpt2_micro: str
+    gpt2_whole: str
+    vocabularies: tuple[int, int]
+    llama_1b: str
     convnet: str
     digits: str
     half: str
@@ -109,14 +125,15 @@ class Size:
 
     def text(self, name: str, flags: str, **others: Any) -> Command:
         """A run of the Llama; ``others`` are fields of the command."""
-        return self._command(**{"name": name, "words": f"{TEXT} {self.text_flags} {flags}", **others})
+        return self.command(name, **{"words": f"{TEXT} {self.text_flags} {flags}", **others})
 
     def images(self, name: str, flags: str, **others: Any) -> Command:
         """The same of the convolutional network."""
-        return self._command(**{"name": name, "words": f"{IMAGES} {self.image_flags} {flags}", **others})
+        return self.command(name, **{"words": f"{IMAGES} {self.image_flags} {flags}", **others})
 
-    def _command(self, **fields: Any) -> Command:
-        return Command(**{"launch": self.launches[0], "precision": "bf16", **fields})
+    def command(self, name: str, words: Any, **others: Any) -> Command:
+        """A run of a recipe on one rank."""
+        return Command(**{"name": name, "words": words, "launch": self.launches[0], "precision": "bf16", **others})
 
 
 def size_of(kind: str) -> Size:
@@ -128,6 +145,12 @@ def size_of(kind: str) -> Size:
             launches=launches,
             llama=LLAMA.format(1024, 4096, 12, 16),
             rows=ROWS.format(8192, 1024, 32, 8, 64),
+            gpt2=f"{GPT2} --block_size 1024 --global_batch_size 64 --max_eval_samples 64 {FEW_STEPS}",
+            launch_budget="--activation_checkpointing budget --memory_budget_gib 22",
+            gpt2_micro="--micro_batch_size 16",
+            gpt2_whole="--micro_batch_size 64",
+            vocabularies=(50_257, 50_304),
+            llama_1b=f"{LLAMA_1B} --block_size 2048 --global_batch_size 32 --micro_batch_size 4 {FEW_STEPS}",
             convnet="--model densenet121 --image_size 128",
             digits="--global_batch_size 128",
             half="fp16",
@@ -146,11 +169,18 @@ def size_of(kind: str) -> Size:
             times=16,
             is_small=False,
         )
+    small_rows = ROWS.format(512, 128, 8, 4, 8)
     return Size(
         device="cpu" if kind == CPU else "cuda",
         launches=launches,
         llama=LLAMA.format(64, 256, 4, 4),
-        rows=ROWS.format(512, 128, 8, 4, 8),
+        rows=small_rows,
+        gpt2=f"{GPT2} --config_overrides n_layer=2,n_head=2,n_embd=64 {small_rows} {FEW_STEPS}",
+        launch_budget="--activation_checkpointing budget --memory_budget_gib 0.5",
+        gpt2_micro="--micro_batch_size 4",
+        gpt2_whole="--micro_batch_size 8",
+        vocabularies=(517, 576),
+        llama_1b=f"--model_type llama --config_overrides {LLAMA.format(64, 256, 2, 4)} {small_rows} {FEW_STEPS}",
         convnet="--model densenet_small --image_size 16",
         digits="--global_batch_size 16",
         half="bf16" if kind == CPU else "fp16",

@@ -131,7 +131,12 @@ def test_a_stand_in_is_told_everywhere_and_kept_out_of_the_results(benchmark, mo
 def test_the_list_has_every_claim_with_what_it_needs(benchmark, capsys):
     assert benchmark.main(["--list"]) == 0
     listed = capsys.readouterr().out
-    assert listed.index("ranks: ") < listed.index("kernels: ") < listed.index("article: ")
+    assert (
+        listed.index("first_minutes: ")
+        < listed.index("ranks: ")
+        < listed.index("kernels: ")
+        < listed.index("article: ")
+    )
     assert "    --bitwise_topology: the weights of one rank (needs two devices)\n" in listed
     assert "    Llama, compiled:0.5: the step of plain (needs Triton)\n" in listed
 
@@ -146,6 +151,22 @@ def test_a_name_stands_for_one_command(load, kind):
                 for command in filter(None, (run, run.after)):
                     known = commands.setdefault(command.name, command)
                     assert callable(command.words) or known == command, command.name
+
+
+def test_the_first_minutes_end_in_time(load):
+    module = load("gpu_day.first_minutes")
+    step = module.first_minutes(load("gpu_day.machine").size_of("gpu"))
+    limits = {run.name: run.limit_s for claim in step.claims for run in claim.runs}
+    assert next(iter(load("gpu_day.__main__").STEPS)) == step.name == "first_minutes"
+    assert sum(limits.values()) <= 60 * module.MINUTES
+
+
+def test_what_runs_read_is_prepared_without_a_device(load, monkeypatch):
+    module, asked = load("gpu_day.first_minutes"), []
+    monkeypatch.setattr(module, "load_rows", lambda args, **named: asked.append((args.vocab_size, args.block_size)))
+    day, size = load("gpu_day.__main__"), load("gpu_day.machine").size_of("cpu")
+    module.prepare([make(size) for make in day.STEPS.values()])
+    assert (512, 128) in asked
 
 
 @pytest.fixture
@@ -195,9 +216,9 @@ def test_a_run_that_ends_before_it_is_killed_says_so(load, day):
         day.outcome(command)
 
 
-def test_a_command_that_hangs_is_ended(load, day, monkeypatch):
-    monkeypatch.setattr(load("gpu_day.day"), "LIMIT_S", 0.2)
-    command = load("gpu_day.claims").Command(name="long", words='-c "import time; time.sleep(60)"')
+def test_a_command_that_hangs_is_ended(load, day):
+    words = '-c "import time; time.sleep(60)"'
+    command = load("gpu_day.claims").Command(name="long", words=words, limit_s=0.2)
     with pytest.raises(RuntimeError, match=r"long took longer than 0\.2 s"):
         day.outcome(command)
 

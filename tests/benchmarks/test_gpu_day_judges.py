@@ -14,7 +14,8 @@ MEMORY = {
 }
 RESULTS = {
     "memory": MEMORY,
-    "perf": {"step_time_s": 0.1, "mfu_pct": 40.0},
+    "perf": {"step_time_s": 0.1, "tokens_per_sec": 1234.5, "mfu_pct": 40.0},
+    "plan": "none",
     "accumulation_steps": 2,
     "equivalence": {
         "verdict": "identical",
@@ -26,7 +27,10 @@ RESULTS = {
 }
 SUMMARY = {"lowest_pct": 0.1, "lowest_without_constants_pct": -0.9}
 LOOPS = {"losses": [2.0, 1.0], "plain_losses": [2.0, 1.0], "peak_bytes": 1, "plain_peak_bytes": 2}
-PLAN = {"candidates": [{"step_s": 0.09, "peak_bytes": 2**31 - 64, "parts": {"workspaces": 64}}]}
+PLAN = {
+    "speed": {"bound_s": 0.09},
+    "candidates": [{"step_s": 0.09, "peak_bytes": 2**31 - 64, "parts": {"workspaces": 64}}],
+}
 SAID = "full_offload: at most 1 GiB of the host's memory for a rank, of 9 GiB that are available to it"
 
 
@@ -200,6 +204,8 @@ def test_seconds_and_peak_of_a_data_sheet(judges, outcome):
     plan = outcome(files={"plan.json": PLAN})
     assert judges.seconds_by_sheet(plan, outcome())[0]
     assert not judges.seconds_by_sheet(plan, outcome(perf__step_time_s=0.08))[0]
+    assert judges.seconds_expected(0.11)(plan, outcome())[0]
+    assert not judges.seconds_expected(0.09)(plan, outcome())[0]
     assert judges.peak_by_sheet(plan, outcome())[0]
     assert not judges.peak_by_sheet(plan, outcome(memory__peak_allocated_gib=2.0001))[0]
 
@@ -217,3 +223,8 @@ def test_the_methods_of_the_article_are_figures(judges, outcome):
     ]
     found = judges.article_rows("cpu")(outcome(files={"vgg16_article-cpu.json": {"rows": rows}}))
     assert found == (None, "plain 1 MiB, x1.000; full 1 MiB, x1.500")
+
+
+def test_a_speed_is_a_figure_with_its_share_of_the_peak(judges, outcome):
+    found = "1,234 tokens/s, 40.0 % of the peak rate, 100.0 ms a step under none, 2 GiB"
+    assert judges.speed(outcome()) == (None, found)

@@ -1,0 +1,101 @@
+"""The first twelve minutes on a device: what the README's launch, its plans and a Llama of 1B take a step.
+
+Each run has a limit, and the limits add up to ``MINUTES``. What the runs read before they train is made by ``prepare``,
+on a machine that needs no device.
+"""
+
+import runpy
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness import ROOT
+
+from gpu_day import judges
+from gpu_day.claims import TRITON, Claim, Command, Step
+from gpu_day.machine import TEXT, Size
+from memsave_recipes.data.text.rows import load_rows
+from memsave_recipes.training.parsing import parse_arguments
+
+MINUTES = 12
+NEEDS = frozenset({TRITON})
+DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
+
+
+def first_minutes(size: Size) -> Step:
+    """The README's launch, then one thing changed at a time, in the order of what they tell."""
+    launch = _gpt2(size, "launch", f"--micro_batch_size auto {size.launch_budget}", limit_s=120)
+    words_of_none = f"{size.gpt2_micro} --activation_checkpointing none --loss full"
+    none = _gpt2(size, "none", words_of_none)
+    claims = [
+        Claim(text="README's launch, as it is", runs=(launch,), judge=judges.speed),
+        _figure("none", none),
+        _figure("none, operators not fused", _gpt2(size, "none-unfused", f"{words_of_none} --fused_ops none")),
+        Claim(
+            text="none: memsave plan expects its seconds within a fifth",
+            runs=(_plan(size), none),
+            judge=judges.seconds_expected(0.2),
+            is_of_speed=True,
+        ),
+    ]
+    for ratio in ("1", "0.7", "0.5"):
+        flags = f"{size.gpt2_micro} --activation_checkpointing compiled:{ratio} --loss full"
+        claims.append(_figure(f"compiled:{ratio}", _gpt2(size, f"compiled-{ratio}", flags, limit_s=50), NEEDS))
+    whole = f"{size.gpt2_whole} --activation_checkpointing compiled:0.7 --loss full"
+    claims.append(_figure("compiled:0.7, one micro-batch", _gpt2(size, "compiled-whole", whole, limit_s=45), NEEDS))
+    for words in size.vocabularies:
+        flags = f"{size.gpt2_micro} --activation_checkpointing compiled:1 --config_overrides vocab_size={words}"
+        claims.append(_figure(f"{words:,} words", _gpt2(size, f"words-{words}", flags), NEEDS))
+    for dtype in ("float32", "bfloat16"):
+        flags = f"{TEXT} {size.llama_1b} --dtype {dtype} --activation_checkpointing compiled:1"
+        run = _within(70, size, size.command(f"first-llama-{dtype}", flags))
+        claims.append(_figure(f"Llama, weights in {dtype}", run, NEEDS))
+    flags = f"{size.gpt2_micro} --activation_checkpointing compiled:1 --max_steps 5"
+    twice = tuple(
+        _gpt2(size, f"deterministic-{name}", flags, limit_s=35, environment=DETERMINISTIC) for name in ("one", "two")
+    )
+    same = Claim(
+        text="compiled:1, TORCHINDUCTOR_DETERMINISTIC: equal weights",
+        runs=twice,
+        judge=judges.same_weights,
+        needs=NEEDS,
+    )
+    return Step("first_minutes", [*claims, same])
+
+
+def _gpt2(size: Size, name: str, flags: str, limit_s: int = 40, **others: Any) -> Command:
+    return _within(limit_s, size, size.command(f"first-{name}", f"{TEXT} {size.gpt2} {flags}", **others))
+
+
+def _within(limit_s: int, size: Size, run: Command) -> Command:
+    """Limit a run on a GPU; what is small may run on a CPU that is busy."""
+    return run if size.is_small else replace(run, limit_s=limit_s)
+
+
+def _figure(text: str, run: Command, needs: frozenset[str] = frozenset()) -> Claim:
+    return Claim(text=text, runs=(run,), judge=judges.speed, needs=needs)
+
+
+def _plan(size: Size) -> Command:
+    flags = f"{size.gpt2} {size.gpt2_micro} --activation_checkpointing none --loss full --mixed_precision bf16"
+    words = f"-m memsave_recipes.cli plan {TEXT} {flags} --output_dir {{folder}} --json {{folder}}/plan.json"
+    return _within(30, size, Command(name="first-plan", words=words))
+
+
+def prepare(steps: Sequence[Step]) -> int:
+    """Make tokenizers and tokens of all runs on texts, in the cache of ``datasets``; return how many runs there are."""
+    flags_of_recipe = runpy.run_path(str(ROOT / TEXT))["Arguments"]
+    all_flags = sorted({words for step in steps for words in _words_of(step)})
+    for words in all_flags:
+        (args,) = parse_arguments(flags_of_recipe, args=[*shlex.split(words), "--output_dir", "out"])
+        load_rows(args, tokenizer_name=args.tokenizer_name_or_path, model_type=args.model_type)
+    return len(all_flags)
+
+
+def _words_of(step: Step) -> Iterator[str]:
+    """Yield the flags of the runs of language models that no other run decides on."""
+    for claim in step.claims:
+        for run in claim.runs:
+            if isinstance(run.words, str) and run.words.startswith(TEXT):
+                yield run.words.removeprefix(TEXT)
