@@ -50,6 +50,7 @@ types: install  ## mypy on the package
 	$(BIN)/mypy
 
 export OMP_NUM_THREADS ?= 1
+export PYTHONDONTWRITEBYTECODE :=  # else each process that a test launches compiles the package anew
 # A process a core and one more, up to four: each holds torch, and waits for its tests' ranks.
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --dist worksteal
