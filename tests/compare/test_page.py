@@ -39,6 +39,23 @@ def text_of(html: str) -> str:
     return re.sub(r"<[^>]+>", " ", body)
 
 
+BEHIND_THE_EDGE = """<script>addEventListener("load", () => {
+  const boxes = [...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth);
+  document.body.insertAdjacentHTML("beforeend", `<output>${Math.max(...boxes)}</output>`);
+})</script></body>"""
+
+
+def test_a_phone_shows_every_figure_without_a_sideways_scroll(
+    runs: list[Run], tmp_path: Path, browse: Callable[..., Any]
+) -> None:
+    page = to_html(compare(runs))
+    file = tmp_path / "compare.html"
+    file.write_text(page.replace("</body>", BEHIND_THE_EDGE), encoding="utf-8")
+    assert "<output>0</output>" in browse(file.as_uri(), "--window-size=390,900").html
+    headings = re.findall(r'<button type="button">(.*?)</button>', page.partition("</thead>")[0])
+    assert re.findall(r'data-heading="(.*?)"', page.partition("</tr>")[2].partition("</tr>")[0]) == headings[1:]
+
+
 def test_a_browser_shows_every_run_and_its_figures_and_logs_no_error(
     runs: list[Run], tmp_path: Path, browse: Callable[[str], Any]
 ) -> None:
