@@ -22,6 +22,7 @@ SMALL = [  # sizes and files, in this order
     (r"\bintermediate_size=\d+", "intermediate_size=64"),
     (r"--model_type (gpt2|llama)(?!.*overrides)", "--model_type gpt2 --config_overrides n_layer=2,n_embd=32,n_head=2"),
     (r"--(block_size|image_size) \d+", r"--\1 32"),
+    (r"(?=.*docstring-chats)(.*--block_size) \d+", r"\1 512"),  # room for an answer
     (r"--vocab_size \d+", "--vocab_size 512"),
     (r"--(num_processes|sequence_parallel) \d+", r"--\1 2"),
     (r"/fsdp2\.yaml", "/cpu_fsdp2.yaml"),

@@ -462,6 +462,38 @@ def test_lists_of_numbers_in_texts_are_sorted_by_value(tmp_path):
     assert load_labelled_text(LabelledTextArguments(**flags)).label_names == ("2", "9", "10")
 
 
+@pytest.mark.parametrize(
+    ("labels", "note"),
+    [
+        (["x", "x ", "y"], "classes that differ by blanks, case or a decimal alone: 'x', 'x '"),
+        (["x\u00a0", "x", "y"], "classes that differ by blanks, case or a decimal alone: 'x', 'x\\xa0'"),
+        (["Pos", "pos", "neg"], "classes that differ by blanks, case or a decimal alone: 'Pos', 'pos'"),
+        (["1", "1.0", "0"], "classes that differ by blanks, case or a decimal alone: '1', '1.0'"),
+        (["x|y", "x", "y|z"], "classes that read as several: 'x|y', 'y|z'; a list of classes is written [...]"),
+        (["x, y", "y"], "classes that read as several: 'x, y'; a list of classes is written [...]"),
+        (["a|b", "c|d", "e;", "0.50", "0.5"], None),
+    ],
+)
+def test_classes_that_may_be_typed_otherwise_than_meant_are_named(tmp_path, labels, note):
+    rows = "".join(f'text {at},"{label}"\n' for at, label in enumerate(labels))
+    (tmp_path / "a.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    flags = {"train_file": [str(tmp_path / "a.csv")], "validation_file": [str(tmp_path / "a.csv")]}
+    texts = load_labelled_text(LabelledTextArguments(**flags))
+    assert texts.notice.partition("of those held out; ")[2] == (note or "")
+    assert len(texts.label_names) == len(labels)
+
+
+@pytest.mark.parametrize("labels", [["0,5", "1,25"], ["1", "0,5", "2.5"], ["-1,0", "2,0"]])
+def test_decimal_commas_are_no_classes(tmp_path, labels):
+    rows = "".join(f'text {at},"{label}"\n' for at, label in enumerate(labels))
+    (tmp_path / "a.csv").write_text(f"text,label\n{rows}")
+    first = next(at for at, label in enumerate(labels, start=1) if "," in label)
+    with pytest.raises(
+        InputError, match=f"row {first} has the label {labels[first - 1]}, and labels are finite numbers"
+    ):
+        load_labelled_text(LabelledTextArguments(train_file=[str(tmp_path / "a.csv")]))
+
+
 def test_several_lines_of_a_text_are_no_rows(tmp_path):
     lines = ["text,label", '"one,\ntwo, x\n\nthree",x', "a,y", '"b\nc",y', '"x,\n""y"",x\nb",x']
     (tmp_path / "a.csv").write_text("\n".join(lines))

@@ -65,6 +65,7 @@ WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")  # a whole number as Python would write
 
 DECIMAL = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")  # as programs write a column of floats, all of them with a point
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.I)
+WITH_COMMA = re.compile(r"[+-]?\d+,\d+")
 NO_NUMBERS, MISSING = {"nan", "inf", "infinity"}, {"na", "n/a", "null", "none"}
 LABEL_RULES = {
     SINGLE: "labels are words or whole numbers",
@@ -210,7 +211,7 @@ def load_labelled_text(
             raise InputError(f"{_name_of(splits[split])} has no text: give rows that are not blank")
     num_without_text = sum(map(len, whole.values())) - sum(map(len, kept.values()))
     unused = {f"column {name}" for table in first for name in table.rows.column_names if name not in columns}
-    notes = (*notes, *of_unused(unused))
+    notes = (*notes, *of_unused(unused), *(_of_names(names) if problem == SINGLE else ()))
     if "validation" not in kept:
         fraction = flags.validation_fraction or VALIDATION_FRACTION
         kept = _hold_out(kept["train"], problem, fraction, seed, _name_of(splits["train"]))
@@ -356,6 +357,8 @@ def _problem_of(tables: Sequence[_Table], columns: dict[str, str]) -> ProblemTyp
 def _lack_numbers(labels: list[Any]) -> bool:
     """Tell whether texts are numbers up to some that are none, which are refused then."""
     texts = [label for label in labels if isinstance(label, str)]
+    if any(map(WITH_COMMA.fullmatch, texts)):
+        return all(NUMBER.fullmatch(text.replace(",", ".", 1)) for text in texts)
     numbers = [label for label in texts if NUMBER.fullmatch(label)]
     others = {label.lower().lstrip("+-") for label in texts if not NUMBER.fullmatch(label)}
     known = NO_NUMBERS | (MISSING if any(map(DECIMAL.fullmatch, numbers)) else set())
@@ -484,6 +487,23 @@ def _classes(tables: Sequence[_Table], problem: ProblemType) -> tuple[list[str],
     are_numbers = all(isinstance(label, int) for label in labels)
     names = list(dict.fromkeys(map(str, sorted(labels, key=None if are_numbers else str))))
     return names, {name: index for index, name in enumerate(names)}
+
+
+def _of_names(names: Sequence[str]) -> Iterator[str]:
+    """Say which classes may be meant as one, or a class as several, by the way in which they are typed."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\.0+$", "", " ".join(name.casefold().split())), []).append(name)
+    if same := [repr(name) for group in alike.values() if len(group) > 1 for name in group]:
+        yield f"classes that differ by blanks, case or a decimal alone: {first_of(same, MAX_NAMED)}"
+    for mark in "|;,":
+        parts = {name: [part.strip() for part in name.split(mark)] for name in names}
+        count = Counter(part for found in parts.values() for part in set(found))
+        joined = [
+            repr(name) for name, found in parts.items() if len(found) > 1 and max(count[part] for part in found) > 1
+        ]
+        if joined:
+            yield f"classes that read as several: {first_of(joined, MAX_NAMED)}; a list of classes is written [...]"
 
 
 def _as_learned(table: _Table, names: list[str], index_of: dict[str, int], problem: ProblemType) -> datasets.Dataset:
