@@ -20,10 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memsave_recipes.errors import InputError, option, packages_of, require
 from memsave_recipes.models.slices import new_weights, take_whole
-from memsave_recipes.text import first_line
+from memsave_recipes.text import first_line, first_of
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import PeftModel
@@ -272,6 +274,7 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # as in add_lora
+            warnings.filterwarnings("error", "Found missing adapter keys")
             config = PeftConfig.from_pretrained(str(folder))
             if not isinstance(config, LoraConfig) or config.task_type != task_type:
                 found = f"{getattr(config.peft_type, 'value', 'unknown')} adapters for {config.task_type or OF_IMAGES}"
@@ -281,14 +284,30 @@ def load_adapters(model: PreTrainedModel, folder: str | Path, *, task_type: str 
             if next(model.parameters()).is_meta:
                 return get_peft_model(model, config, autocast_adapter_dtype=False)
             check_base(folder)
-            return PeftModel.from_pretrained(
+            adapted = PeftModel.from_pretrained(
                 model, str(folder), config=config, is_trainable=True, autocast_adapter_dtype=is_float16
             )
+            _check_all_taken(adapted, Path(folder, ADAPTER_WEIGHTS))
+            return adapted
     except InputError:
         raise
-    except LOADING_ERRORS as error:
+    except (*LOADING_ERRORS, UserWarning) as error:
         why = " ".join(str(error).split())
         raise InputError(f"{source}: its adapters do not fit {type(model).__name__} ({why[:200]})") from error
+
+
+def _check_all_taken(model: nn.Module, path: Path) -> None:
+    """Raise ``ValueError`` where a file holds more adapters than ``model`` has taken, which peft passes over.
+
+    Numbers are counted, as peft may have renamed and joined tensors.
+    """
+    taken = sum(one.numel() for name, one in model.named_parameters(remove_duplicate=False) if ".lora_" in name)
+    with safe_open(path, "pt") as file:
+        names = [name for name in file.offset_keys() if ".lora_" in name]
+        sizes = {name: prod(file.get_slice(name).get_shape()) for name in names}
+    if sum(sizes.values()) > taken:
+        own = {name.replace(".default", "") for name in model.state_dict()}
+        raise ValueError(f"more adapters than it has layers for: {first_of(sorted({*sizes} - own), 1)}")
 
 
 def without_adapters(model: nn.Module) -> str | None:

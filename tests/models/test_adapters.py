@@ -1,12 +1,22 @@
 """LoRA by peft: what trains, what is saved, what is refused."""
 
+import json
+
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.adapters import LoraArguments, add_lora, check_merging, merged, without_adapters
+from memsave_recipes.models.adapters import (
+    LoraArguments,
+    add_lora,
+    check_merging,
+    load_adapters,
+    merged,
+    without_adapters,
+)
 
 
 @pytest.fixture
@@ -53,6 +63,30 @@ def test_adapters_are_saved_in_the_layout_of_peft(model, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def in_names(old, new):
+    return lambda weights: {name.replace(old, new): weight.clone() for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("edited", "words"),
+    [
+        (lambda weights: {name: one for name, one in weights.items() if "layers.0" in name}, "Found missing adapter"),
+        (in_names("layers", "blocks"), "Found missing adapter keys"),
+        (lambda weights: weights | in_names("layers.1", "layers.9")(weights), "more adapters than .*layers.9"),
+    ],
+)
+def test_adapters_that_the_model_takes_in_part_are_refused(model, tmp_path, edited, words):
+    with_trained_adapters(model).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(edited(weights), tmp_path / "adapter_model.safetensors")
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "absent"}))
+    bare = LlamaForCausalLM(model.config)
+    with pytest.raises(InputError, match=f"here: its adapters do not fit LlamaForCausalLM .*{words}") as error:
+        load_adapters(bare, tmp_path, task_type="CAUSAL_LM", source="here")
+    assert "\n" not in str(error.value)
 
 
 def test_a_weight_that_is_also_computed_with_past_its_adapter_is_not_merged():
