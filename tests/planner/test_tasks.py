@@ -132,6 +132,17 @@ def test_further_losses_are_estimated_alike_in_a_process_of_their_own(monkeypatc
     assert [one.step_s for one in there] == [one.step_s for one in here]
 
 
+def test_losses_to_compare_are_those_of_the_device():
+    def losses(device_type, words, *flags):
+        flags = [*TEXT[:-1], words, "--global_batch_size", "4", *flags]
+        return read_task(RECIPES / "language_modeling.py", flags).losses_on(device_type)
+
+    assert losses("cpu", "301") == ("full", "chunked")
+    assert losses("cuda", "320") == ("full", "chunked:8192", "chunked:1024")
+    assert losses("cuda", "301") == ("chunked:8192", "chunked:1024")  # which pad it
+    assert losses("cuda", "301", "--loss", "chunked:64") == ("chunked:64",)
+
+
 @pytest.mark.slow
 def test_a_plan_on_paper_for_micro_batches_in_lockstep_is_that_of_the_run(tmp_path):
     """One forward of 6 micro-batches, the last one of 2 samples."""
