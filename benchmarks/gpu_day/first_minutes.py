@@ -25,7 +25,7 @@ DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
 
 def first_minutes(size: Size) -> Step:
     """The README's launch, then one thing changed at a time, in the order of what they tell."""
-    launch = _gpt2(size, "launch", f"--micro_batch_size auto {size.launch_budget}", limit_s=120)
+    launch = _gpt2(size, "launch", size.launch_budget, limit_s=120)
     words_of_none = f"{size.gpt2_micro} --activation_checkpointing none --loss full"
     none = _gpt2(size, "none", words_of_none)
     claims = [

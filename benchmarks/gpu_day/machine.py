@@ -75,7 +75,7 @@ class Size:
         device: its type.
         launches: files of ``accelerate_configs/`` for one rank, for ranks with whole weights, and in shards.
         rows, digits: flags for the batches of texts and images.
-        gpt2: the README's launch but for its memory, which is ``launch_budget``.
+        gpt2: the README's launch but for what is planned, which is ``launch_budget``.
         gpt2_micro, gpt2_whole: its batch in several micro-batches, and in one.
         vocabularies: of a GPT-2, odd and padded.
         llama_1b: flags of a Llama of 1B.
@@ -146,7 +146,7 @@ def size_of(kind: str) -> Size:
             llama=LLAMA.format(1024, 4096, 12, 16),
             rows=ROWS.format(8192, 1024, 32, 8, 64),
             gpt2=f"{GPT2} --block_size 1024 --global_batch_size 64 --max_eval_samples 64 {FEW_STEPS}",
-            launch_budget="--activation_checkpointing budget --memory_budget_gib 22",
+            launch_budget="--micro_batch_size auto --activation_checkpointing budget --memory_budget_gib 22",
             gpt2_micro="--micro_batch_size 16",
             gpt2_whole="--micro_batch_size 64",
             vocabularies=(50_257, 50_304),
