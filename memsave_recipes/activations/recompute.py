@@ -617,7 +617,7 @@ class _Kept:
         """Return the output, and hold it no longer."""
         output, self.output = self.output, _TAKEN
         if output is _TAKEN:
-            raise RuntimeError(f"{block}: under selective one is only allowed to backward once through a graph")
+            raise _refusal(block, "one is only allowed to backward once through a graph: do not retain it")
         if self.versions != _versions(output):
             why = "a tensor that it keeps was written on in place after it ran: write it out of place"
             raise _refusal(block, why)

@@ -380,7 +380,9 @@ class StepTracer:
                 peak_bytes = lower_peak_bytes = gradients_bytes = 0
                 seconds, in_backward = None, None
             elif mark.is_read:
-                mark.part.until_read_bytes = reading.live_bytes + left_bytes - live_bytes[mark.part.backward or 0]
+                began = mark.part.backward or 0
+                if began < len(live_bytes):  # else it begins once more: a part that runs twice is refused later
+                    mark.part.until_read_bytes = reading.live_bytes + left_bytes - live_bytes[began]
             elif mark.gradient_bytes is None:
                 mark.part.until_saved_bytes = peak_bytes
             else:

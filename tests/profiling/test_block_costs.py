@@ -284,6 +284,25 @@ def test_a_model_that_runs_a_block_twice_is_refused():
         measure(workload, [plan_for("none", workload.stacks)])
 
 
+def test_a_model_that_differentiates_in_its_forward_is_planned():
+    """As one with a gradient penalty; its blocks cannot select operators, which is no option then."""
+
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            loss = self.layers(x).square().mean()
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + gradient.square().mean()
+
+    workload = workload_of(Penalised(), lambda model, batch: model(batch), torch.randn(2048, 64))
+    plans = [plan_for(word, workload.stacks) for word in ("none", "selective", "full")]
+    assert [plan.strategy for plan, _ in measure(workload, plans).traces] == ["none", "full"]
+
+
 @pytest.mark.parametrize("skipped_at", [3, 5])
 def test_a_model_that_skips_a_block_by_chance_is_refused(skipped_at):
     """In the step that shows what selecting operators keeps, or in one that is only timed."""
@@ -332,7 +351,7 @@ def test_on_paper_time_is_that_of_the_operators():
         model, batch = nn.Sequential(nn.Linear(256, 256, bias=False)), torch.randn(64, 256)
         workload = workload_of(model, lambda model, batch: model(batch).sum(), batch)
         instruments = FakeInstruments(
-            torch.device("cuda"), seconds_of=lambda operation, dtype, flops, num_bytes: flops / 1e6
+            torch.device("cuda"), seconds_of=lambda operation, dtype, flops, num_bytes, extent: flops / 1e6
         )
         chain = measure(workload, [plan_for("none", workload.stacks)], instruments=instruments).chain()
     block = next(block for block in chain.blocks if block.stack is not None)
