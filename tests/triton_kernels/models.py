@@ -13,8 +13,19 @@ from known_models import MODELS, KnownModel
 
 from memsave_recipes.planner.ladder import LANGUAGE, TEXTS, find_subject
 
-CHOSEN = {"gpt2": "GPT-2", "llama": "Llama 3.2 1B"}
-"""By type."""
+CHOSEN = {
+    "gpt2": "GPT-2",
+    "llama": "Llama 3.2 1B",
+    "vit": "ViT-B/16",
+    "bert": "BERT base",
+    "qwen3": "Qwen3 0.6B",
+    "gemma3_text": "Gemma 3 270M",
+    "qwen2": "Qwen2.5 0.5B",
+    "mistral": "Mistral 7B v0.3",
+    "gemma2": "Gemma 2 2B",
+    "phi3": "Phi-3 mini",
+}
+"""By type. Not yet: OLMo 2, Phi, ModernBERT, DINOv2, Swin and ConvNeXt. Blocks in sequence are never compiled."""
 LENGTH = 1024
 MOST_LAYERS = 7
 """As many layers have one of each kind; the others have the kernels of these."""

@@ -24,7 +24,7 @@ measured on a card. Inductor writes the kernels for an H100. Triton and ptxas ma
 besides its inputs, and what Triton's kernels move by inductor's own estimate. Kernels are Triton's and, after the +,
 calls of libraries, such as products and attention; what libraries move is not counted. *Casts of weights* are bytes for
 each weight in a forward and a backward. Registers are the most of a thread in any kernel, *spilled* the bytes of all
-kernels that did not fit. Versions: {versions}.
+kernels that did not fit. Not compiled yet: OLMo 2, Phi, ModernBERT, DINOv2, Swin and ConvNeXt. Versions: {versions}.
 """
 
 

