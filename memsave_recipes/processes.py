@@ -47,6 +47,8 @@ REPORT_DELAY_S = 2.0
 ENDED_WITH = "memsave_recipes/ended_with"
 END_OF_LAUNCHER = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has none
 """It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable that each rank of torchrun has, which is the launcher of several ranks."""
 STOPPING = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, END_OF_LAUNCHER)))
 """The signals that ask a run to stop: of a keyboard, of a launcher or scheduler, of SLURM before its limit."""
 EXIT_CODES = {number: 130 if number == signal.SIGINT else 143 for number in STOPPING}
@@ -217,7 +219,7 @@ def exit_code_of_another_rank() -> int | None:
 
 
 def end_with_launcher() -> None:
-    """Stop a rank, as a signal stops it, when the launcher that started it is gone.
+    """Stop a rank, as a signal stops it, when the launcher that started it is gone, or has gone before this call.
 
     The end of another parent, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
     """
@@ -225,6 +227,8 @@ def end_with_launcher() -> None:
         parent = psutil.Process().parent()
         if parent is not None and is_launcher(parent.cmdline()):
             signal_at_end_of_parent(END_OF_LAUNCHER, parent.pid)
+        elif OF_TORCHRUN in os.environ and (parent is None or parent.pid == 1):  # it ended while this rank imported
+            os.kill(os.getpid(), END_OF_LAUNCHER)
 
 
 def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:

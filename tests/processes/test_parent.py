@@ -27,6 +27,18 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
+LATE = """
+import os, time
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+print("ready", flush=True)
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(0.01)
+from memsave_recipes.processes import end_with_launcher
+end_with_launcher()
+time.sleep(60)
+"""
+
 
 def outlives(child, seconds):
     try:
@@ -41,10 +53,10 @@ def child_of(tmp_path):
     """A process whose parent, a script of that name, has just been killed."""
     children = []
 
-    def start(name, *words):
+    def start(name, *words, child=CHILD):
         script = tmp_path / name
         script.write_text(PARENT)
-        command = [sys.executable, str(script), *words, CHILD]
+        command = [sys.executable, str(script), *words, child]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             children.append(psutil.Process(int(process.stdout.readline())))
             process.kill()
@@ -59,6 +71,14 @@ def child_of(tmp_path):
 @linux_alone
 def test_a_rank_hears_of_the_end_of_its_launcher(child_of):
     assert not outlives(child_of("accelerate", "launch"), 20)
+
+
+@linux_alone
+def test_a_rank_hears_that_its_launcher_ended_while_it_imported(child_of):
+    child = child_of("accelerate", "launch", child=LATE)
+    if child.ppid() != 1:
+        pytest.skip("another process than the first takes orphans here")
+    assert not outlives(child, 20)
 
 
 def test_a_run_outlives_whatever_else_started_it(child_of):
