@@ -246,7 +246,7 @@ class _Tensors:
 class _CloseLook:
     """At all that a block may change, before and after a run: rule 4.
 
-    What modules hold that have been looked at before is left out.
+    Where its modules have been looked at before, under another plan, nothing is that a device would have to wait for.
     """
 
     def __init__(self, state: BlockState, given: Any) -> None:
@@ -259,7 +259,8 @@ class _CloseLook:
         self.is_new = any(layer not in _LOOKED_AT for layer in state.layers)
         self.sums = self._sums()
         self.objects = [(*found, self._state_of(found[-1])) for found in self._objects()]
-        given = ((state.modules[0], f"{_changes_a(one)} that it is given", one) for one in self.given)
+        looked_at = self.given if self.is_new else ()
+        given = ((state.modules[0], f"{_changes_a(one)} that it is given", one) for one in looked_at)
         self.objects_given = [(*found, self._state_of(found[-1])) for found in given]
 
     @property
