@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[list[list[str]], dict[str, Values]]] = {
             "json": WRITES,
         },
     ),
-    "recipes": ([[]], {"copy": Values(("a b", "c"), (None, "", "f", "n" * 300))}),
+    "recipes": ([[]], {"copy": Values(("a b", "c"), (None, "", "file", "n" * 300))}),
     "compare": (
         [["f/done"], ["f/done", "f/no_run"], ["f/list_run", "f/half_run"], ["f/empty.json"], [""], []],
         {
