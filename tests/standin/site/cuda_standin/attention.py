@@ -26,14 +26,17 @@ def _seen(num_queries: int, num_keys: int, causal: bool, window: int | None) -> 
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """q, k, v (..., H, T, D) in float32, bias (..., T, T): the output and the logarithm of the sums (..., H, T)."""
+    """q, k, v (..., H, T, D) in float32, bias (..., T, T): the output and the logarithm of the sums (..., H, T).
+
+    A query that sees no key, as those of padding on the left, has 0: as on CUDA, and as torch's own safe softmax.
+    """
     scores = q @ k.transpose(-1, -2) * _scale(q, scale) + bias
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return torch.ops.aten._safe_softmax(scores, -1) @ v, scores.logsumexp(-1)
 
 
 def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> tuple[Tensor, ...]:
     factor = _scale(q, scale)
-    weights = (q @ k.transpose(-1, -2) * factor + bias).softmax(-1)
+    weights = torch.ops.aten._safe_softmax(q @ k.transpose(-1, -2) * factor + bias, -1)
     of_weights = g @ v.transpose(-1, -2)
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * factor
     return of_scores @ k, of_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
