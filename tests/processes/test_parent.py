@@ -29,12 +29,12 @@ time.sleep(60)
 
 LATE = """
 import os, time
+from memsave_recipes.processes import end_with_launcher
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
-print("ready", flush=True)
 parent = os.getppid()
+print("ready", flush=True)
 while os.getppid() == parent:
     time.sleep(0.01)
-from memsave_recipes.processes import end_with_launcher
 end_with_launcher()
 time.sleep(60)
 """
