@@ -227,8 +227,13 @@ def end_with_launcher() -> None:
         parent = psutil.Process().parent()
         if parent is not None and is_launcher(parent.cmdline()):
             signal_at_end_of_parent(END_OF_LAUNCHER, parent.pid)
-        elif OF_TORCHRUN in os.environ and (parent is None or parent.pid == 1):  # it ended while this rank imported
+        elif OF_TORCHRUN in os.environ and (parent is None or _takes_orphans(parent)):  # it ended during the imports
             os.kill(os.getpid(), END_OF_LAUNCHER)
+
+
+def _takes_orphans(process: psutil.Process) -> bool:
+    """Tell the first process of a machine or container, unless it is a Python program that starts ranks itself."""
+    return process.pid == 1 and not process.name().startswith("python")
 
 
 def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
