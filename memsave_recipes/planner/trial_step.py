@@ -43,8 +43,8 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.text import ProgressBar
 
 T = TypeVar("T")
-READINGS = 3
-"""How often a trial step in shards is read on a CPU: rule 5."""
+READINGS = 6
+"""How often a trial step in shards is read on a CPU, where two in five of its readings are too high: rule 5."""
 
 MAX_TRIALS = 4
 """Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
