@@ -59,7 +59,7 @@ test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 500 command lines (11 minutes)
-	$(PYTEST) -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
+	$(PYTEST) -m slow -k 'not by_itself' tests/training/checkpoints tests/recipes/test_fuzz.py
 
 test-cpus: install  ## predictions and equality with the instructions of other processors (10 minutes)
 	$(PYTEST) -m slow tests/test_kinds_of_cpu.py
@@ -75,11 +75,11 @@ test-peers: install  ## what other projects ask of checkpointing, under four pla
 	HF_HUB_OFFLINE=1 PEERS=out/peers.json $(PYTEST) tests/peer_suites --ignore tests/peer_suites/test_page.py
 	PYTHONPATH=tests $(BIN)/python -m peer_suites.page out/peers.json
 
-OF_VERSIONS := tests/activations tests/exact/test_global_batchnorm.py tests/estimation \
-	tests/integrations/test_trainer.py tests/models tests/profiling tests/test_losses.py tests/test_private_names.py \
-	tests/training/test_host_state.py tests/training/test_optimizers.py tests/recipes/test_verify.py
-TRAININGS := tests/integrations tests/planner/test_ahead.py tests/test_cli_fit.py tests/test_errors_page.py \
-	tests/run/test_wandb_online.py tests/triton_kernels \
+OF_VERSIONS := tests/core/activations tests/core/costs tests/core/test_losses.py tests/core/host/test_host_state.py \
+	tests/models tests/integrations/test_trainer.py tests/training/exact/test_global_batchnorm.py \
+	tests/training/test_optimizers.py tests/recipes/test_verify.py tests/test_private_names.py
+TRAININGS := tests/integrations tests/core/planner/test_ahead.py tests/tools/cli/test_cli_fit.py \
+	tests/run/test_errors_page.py tests/run/test_wandb_online.py tests/triton_kernels \
 	$(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
 
 test-oldest: BIN := $(OLDEST)/bin
@@ -88,11 +88,11 @@ test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest 
 
 # Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md, "Which tests".
 ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
-OF_DEVICES := tests/test_losses.py tests/models/test_varlen.py tests/planner/test_on_a_device.py \
-	tests/activations/test_offload.py::test_on_an_accelerator tests/activations/test_tiles.py::test_on_a_gpu \
-	$(patsubst %,tests/activations/test_compiled_%.py,documents loss) \
-	$(patsubst %,tests/training/test_host_%.py,state step step_loops) \
-	$(patsubst %,tests/profiling/test_%.py,breakdown device_memory) \
+OF_DEVICES := tests/core/test_losses.py tests/models/test_varlen.py tests/core/planner/test_on_a_device.py \
+	tests/core/activations/test_offload.py::test_on_an_accelerator tests/core/activations/test_tiles.py::test_on_a_gpu \
+	$(patsubst %,tests/core/activations/test_compiled_%.py,documents loss) \
+	$(patsubst %,tests/core/host/test_host_%.py,state step step_loops) \
+	$(patsubst %,tests/core/costs/test_%.py,breakdown device_memory) \
 	$(patsubst %,tests/integrations/test_%.py,lightning trainer trl) \
 	$(patsubst %,tests/recipes/test_%.py,auto_micro_batch bitwise_topology global_batchnorm image_classification) \
 	$(patsubst %,tests/recipes/test_%.py,language_modeling memory_budget not_finite observers packed_attention) \

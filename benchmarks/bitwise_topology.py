@@ -18,9 +18,9 @@ import harness
 from accelerate import Accelerator
 from loop_overhead import WORKS, Training, Work
 
-from memsave_recipes.exact.batch_layouts import IndexedLayout
-from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.training.launch import describe_environment, start_accelerator
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.training.exact.batch_layouts import IndexedLayout
+from memsave_recipes.training.launch.start import describe_environment, start_accelerator
 
 LAYOUTS = {"usual": BatchLayout, "the same again": BatchLayout, "bitwise topology": IndexedLayout}
 YARDSTICK = "usual"

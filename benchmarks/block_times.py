@@ -38,12 +38,12 @@ import harness
 from models import SIZES, TITLES, Work, build_work
 from tqdm import tqdm
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, reserve_bytes
-from memsave_recipes.plans import Plan
-from memsave_recipes.plans.simulate import keep_all, simulate
-from memsave_recipes.plans.solver import smallest_feasible
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
+from memsave_recipes.core.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.core.costs.block_costs import Measurement, Workload, measure
+from memsave_recipes.core.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, reserve_bytes
+from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.plans.simulate import keep_all, simulate
+from memsave_recipes.core.plans.solver import smallest_feasible
 
 SMALLER: dict[str, dict[str, int]] = {
     "resnet50": {"batch_size": 2, "image_size": 96},

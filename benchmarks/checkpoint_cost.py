@@ -25,11 +25,11 @@ import harness
 import torch
 from torch import nn
 
-from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
-from memsave_recipes.checkpoints.commit import verify_manifest
-from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.text import format_bytes
-from memsave_recipes.training.launch import describe_environment, start_accelerator
+from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.core.text import format_bytes
+from memsave_recipes.training.checkpoints import Checkpoints, StopSignals, TrainState
+from memsave_recipes.training.checkpoints.commit import verify_manifest
+from memsave_recipes.training.launch.start import describe_environment, start_accelerator
 
 LAYERS = {192: 16, 576: 48}  # MiB of weights and state: layers of 1024 x 1024 float32, with two of Adam's each
 QUICK_LAYERS = {12: 1}

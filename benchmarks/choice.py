@@ -19,11 +19,11 @@ from models import RECIPES
 from recipe_steps import Real, build, task_of
 from tqdm import tqdm
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
-from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
-from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.core.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.core.costs.block_costs import Measurement, Workload, measure
+from memsave_recipes.core.planner.budget import least_memory, plans_to_measure, static_memory_of
+from memsave_recipes.core.planner.search import Candidate, Choice, SearchSpace, open_layouts
+from memsave_recipes.core.step.batch_layout import BatchLayout
 
 GLOBAL_BATCH = 8
 NUM_BUDGETS, QUICK_BUDGETS = 6, 3

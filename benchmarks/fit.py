@@ -35,7 +35,7 @@ def measure(model: str, memory: str, folder: Path) -> dict[str, Any]:
     file = folder / "fit.json"
     word = fit_models.write(model, folder)
     before, begin = os.times(), perf_counter()
-    command = [sys.executable, "-m", "memsave_recipes.cli", "fit", word, "--memory", memory, "--json", str(file)]
+    command = [sys.executable, "-m", "memsave_recipes.tools.cli", "fit", word, "--memory", memory, "--json", str(file)]
     code = subprocess.run(command, capture_output=True, text=True, check=False).returncode
     seconds, after = perf_counter() - begin, os.times()
     if code not in (0, NO_FIT):

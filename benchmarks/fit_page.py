@@ -24,18 +24,18 @@ import known_models
 import torch
 import transformers
 
-from memsave_recipes import cli
-from memsave_recipes.cli import fit
-from memsave_recipes.cli.flags import STDOUT, recipes_folder
-from memsave_recipes.estimation import estimate
-from memsave_recipes.estimation.targets import Target, find_target
-from memsave_recipes.planner import ladder
-from memsave_recipes.planner.ladder import KnownEstimates
-from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.task import Launch, Task
-from memsave_recipes.profiling.block_costs import Measurement
-from memsave_recipes.profiling.preserve_state import replaced
-from memsave_recipes.text import GIB, MIB
+from memsave_recipes.core.costs import estimate
+from memsave_recipes.core.costs.block_costs import Measurement
+from memsave_recipes.core.costs.preserve_state import replaced
+from memsave_recipes.core.costs.targets import Target, find_target
+from memsave_recipes.core.planner.search import Candidate, SearchSpace
+from memsave_recipes.core.planner.task import Launch, Task
+from memsave_recipes.core.text import GIB, MIB
+from memsave_recipes.tools import cli
+from memsave_recipes.tools.cli import fit
+from memsave_recipes.tools.cli.flags import STDOUT, recipes_folder
+from memsave_recipes.tools.fit import ladder
+from memsave_recipes.tools.fit.ladder import KnownEstimates
 
 PAGE = harness.ROOT / "docs" / "will_it_fit.html"
 FIGURES = re.compile(r'(?<=<script type="application/json" id="figures">\n).*?(?=</script>)', re.S)

@@ -16,7 +16,7 @@ import harness
 
 PRELOADED = [
     *("torch", "accelerate", "datasets", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
-    *("trl.trainer.sft_trainer", "lightning_fabric", "memsave_recipes.profiling.breakdown"),
+    *("trl.trainer.sft_trainer", "lightning_fabric", "memsave_recipes.core.costs.breakdown"),
 ]
 """Modules that the first process imports; those that are not installed are left out."""
 

@@ -28,7 +28,7 @@ from memory_time.verdicts import judge
 from models import SIZES, TITLES, build_work
 from torch._inductor.utils import fresh_cache
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.run.failures import run_recipe
 
 PACKAGES = ("transformers", "ckptplan")

@@ -17,8 +17,8 @@ from typing import Any
 
 import harness
 
-from memsave_recipes.cli import main as memsave
-from memsave_recipes.text import GIB
+from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.cli import main as memsave
 
 HEADS = "num_attention_heads=32,num_key_value_heads=8"
 BLOCK = 2048

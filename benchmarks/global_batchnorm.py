@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.exact.global_batchnorm import global_batchnorm
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.plans import Plan
 from memsave_recipes.models.convnets import build_densenet, build_vgg
-from memsave_recipes.plans import Plan
+from memsave_recipes.training.exact.global_batchnorm import global_batchnorm
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "vgg16_bn": partial(build_vgg, "vgg16_bn"),

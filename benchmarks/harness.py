@@ -29,10 +29,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter
+from memsave_recipes.core.text import MIB
 from memsave_recipes.run.folder import write_json
-from memsave_recipes.text import MIB
-from memsave_recipes.training.launch import device_name
+from memsave_recipes.training.launch.start import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -5,7 +5,7 @@
     python benchmarks/host_step.py --num_numbers 1e9   # 32 GiB
 
 The parameters are those of layers of Llama-3.1-8B, as many as make so many numbers, with gradients that are there. Ours
-is ``--offload_optimizer step`` (``memsave_recipes/step/host_step.py``) without the copies to a device, which this
+is ``--offload_optimizer step`` (``memsave_recipes/core/host/step.py``) without the copies to a device, which this
 machine may not have: masters are stepped in pieces, and weights in bfloat16 are made of float32 masters. The yardstick
 steps the same parameters by one call of the same optimizer: torch's fused AdamW, bitsandbytes' AdamW in 8 bits (where
 it is installed) and AdamW with stochastic rounding. They take turns; a ratio is that of two steps of one round.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memsave_recipes.step.host_step import HostMasters, step_masters
+from memsave_recipes.core.host.step import HostMasters, step_masters
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer
 

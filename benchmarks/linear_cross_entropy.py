@@ -4,10 +4,10 @@
     python benchmarks/linear_cross_entropy.py --shape 8192 2048 128256 --precisions bfloat16   # your model's sizes
 
 Every way computes the summed cross-entropy of a linear head and its gradients for hidden states and head: on all logits
-at once, as `memsave_recipes.losses` does it, eager and compiled, as torch's own `linear_cross_entropy` does (torch 2.13
-or newer), in chunks under checkpoint, and with the kernels of Liger and of Apple's cut-cross-entropy. These two are
-optional (`pip install liger-kernel cut-cross-entropy`) and need Triton, hence a GPU. A way that fails keeps its row,
-with the reason. Prints one table; writes it (.md) and every figure (.json) to docs/results/.
+at once, as `memsave_recipes.core.losses` does it, eager and compiled, as torch's own `linear_cross_entropy` does
+(torch 2.13 or newer), in chunks under checkpoint, and with the kernels of Liger and of Apple's cut-cross-entropy. These
+two are optional (`pip install liger-kernel cut-cross-entropy`) and need Triton, hence a GPU. A way that fails keeps its
+row, with the reason. Prints one table; writes it (.md) and every figure (.json) to docs/results/.
 
 NOTE [ how it is measured ]
 1. Ways take turns in an order drawn anew each round, after a call of each that is not timed. The ratio is the median
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy, num_chunks
+from memsave_recipes.core.losses import default_chunk_bytes, linear_cross_entropy, num_chunks
 
 QUICK_SHAPES = [(40, 16, 300)]
 SHAPES_ON_CPU = [(1024, 512, 32_768), (512, 512, 131_072)]

@@ -35,17 +35,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.offload import OffloadEngine
-from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimation.estimate import fake_batch, fake_model, simulated_offloading
-from memsave_recipes.estimation.fake_step import FakeInstruments
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations.offload import OffloadEngine
+from memsave_recipes.core.activations.spans import RUN
+from memsave_recipes.core.costs.estimate import fake_batch, fake_model, simulated_offloading
+from memsave_recipes.core.costs.fake_step import FakeInstruments
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.costs.trace_events import Meter
+from memsave_recipes.core.plans import Action
+from memsave_recipes.core.text import GIB, MIB
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import set_packed_attention
-from memsave_recipes.plans import Action
-from memsave_recipes.profiling.trace_events import Meter
-from memsave_recipes.text import GIB, MIB
 from memsave_recipes.training.optimizers import step_in_backward
 
 SHAPE = {

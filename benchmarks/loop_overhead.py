@@ -41,11 +41,11 @@ from transformers import (
     get_scheduler,
 )
 
+from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, resolve_trackers, start_trackers
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.launch import describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import describe_environment, start_accelerator
 
 LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0
 

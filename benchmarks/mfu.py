@@ -5,7 +5,7 @@
 Counts are those of the planner's fake tensors: operators of one micro-batch with the kernels of CUDA, each at least one
 kernel. Under ``compiled`` the products and the attention of the layers are the same, and all else in them is what
 ``make test-triton`` found torch's compiler to make of such a layer: docs/results/triton_kernels.json. Seconds are bytes
-and FLOPs at the rates of ``profiling/cards.json`` that kernels reach; nothing is measured, and the host takes no time.
+and FLOPs at the rates of ``core/costs/cards.json`` that kernels reach; nothing is measured, and the host takes no time.
 
 Writes docs/results/mfu.json and .md.
 """
@@ -23,16 +23,16 @@ import known_models
 import torch
 from fit_page import OfEach
 
-from memsave_recipes.activations import find_stacks
-from memsave_recipes.estimation import estimate
-from memsave_recipes.estimation.repeats import Repeats
-from memsave_recipes.estimation.targets import Target, find_target
-from memsave_recipes.planner.ladder import find_subject
-from memsave_recipes.planner.task import Estimates, Launch, read_task
-from memsave_recipes.plans import plan_for
-from memsave_recipes.profiling.preserve_state import replaced
-from memsave_recipes.profiling.step_trace import StepTrace
-from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.core.activations import find_stacks
+from memsave_recipes.core.costs import estimate
+from memsave_recipes.core.costs.preserve_state import replaced
+from memsave_recipes.core.costs.repeats import Repeats
+from memsave_recipes.core.costs.step_trace import StepTrace
+from memsave_recipes.core.costs.targets import Target, find_target
+from memsave_recipes.core.planner.task import Estimates, Launch, read_task
+from memsave_recipes.core.plans import plan_for
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.tools.fit.ladder import find_subject
 
 TRITON = harness.RESULTS / "triton_kernels.json"
 CARD = "h100"
@@ -214,7 +214,7 @@ def page_of(rows: Sequence[Row], rates: Target, versions: Mapping[str, str]) -> 
         "From `benchmarks/mfu.py`: kernels and bytes of one micro-batch, counted on fake tensors, by class; *casts* "
         "change the dtype of activations and weights, *others* are norms, activations, sums and the loss. Nothing "
         "here was measured. Milliseconds and MFU are **predicted** for an H100 whose host takes no time, by the rates "
-        f"of `profiling/cards.json` that come from one run: {rates.shares.run}. `compiled`: products and attention as "
+        f"of `core/costs/cards.json` that come from one run: {rates.shares.run}. `compiled`: products and attention as "
         "under `none`, all else in the layers from [triton_kernels](triton_kernels.md), with the loss outside of them "
         "eager. `half`: every second block recomputed, eager (the mean of `none` and `full`). A model without a row "
         "under `compiled` has layers that page does not. "

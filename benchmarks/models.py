@@ -37,12 +37,12 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from memsave_recipes.activations import block_names, find_stacks
-from memsave_recipes.estimation.estimate import fake_batch, fake_model
-from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy
+from memsave_recipes.core.activations import block_names, find_stacks
+from memsave_recipes.core.costs.block_costs import Workload
+from memsave_recipes.core.costs.estimate import fake_batch, fake_model
+from memsave_recipes.core.losses import default_chunk_bytes, linear_cross_entropy
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.models.image_classifiers import MODELS
-from memsave_recipes.profiling.block_costs import Workload
 
 CNNS = ("vgg16", "densenet121", "resnet50")
 LANGUAGE_MODELS = ("gpt2", "llama")

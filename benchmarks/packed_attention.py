@@ -22,7 +22,7 @@ import harness
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations import apply_plan, plan_blocks
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import set_packed_attention
 

@@ -39,11 +39,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from memsave_recipes.activations import plan_blocks
-from memsave_recipes.estimation.estimate import Estimator
-from memsave_recipes.estimation.targets import Target, find_target
-from memsave_recipes.plans.simulate import simulate
-from memsave_recipes.text import GIB
+from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.costs.estimate import Estimator
+from memsave_recipes.core.costs.targets import Target, find_target
+from memsave_recipes.core.plans.simulate import simulate
+from memsave_recipes.core.text import GIB
 
 QUICK_MODEL = "gpt2"
 STRATEGIES = ("none", "selective", "full")

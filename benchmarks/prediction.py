@@ -26,10 +26,10 @@ from prediction_cases import LONGEST_SPANS, OPTIMIZERS, Case, random_case
 from recipe_steps import build
 from tqdm import tqdm
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimation.estimate import Estimator, fake_model
-from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner.budget import (
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.costs.estimate import Estimator, fake_model
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.planner.budget import (
     WORKSPACES,
     Forecast,
     forecast,
@@ -38,9 +38,9 @@ from memsave_recipes.planner.budget import (
     plans_to_measure,
     static_memory_of,
 )
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload, read_task
-from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.core.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload, read_task
+from memsave_recipes.core.plans import Action, Plan, Span
+from memsave_recipes.core.step.batch_layout import BatchLayout
 
 COLUMNS = ("model", "precision", "optimizer", "strategy", "predicted_bytes", "real_bytes")
 

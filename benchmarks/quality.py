@@ -38,8 +38,8 @@ from harness import ROOT
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+from memsave_recipes.core.text import GIB
 from memsave_recipes.run.folder import write_json
-from memsave_recipes.text import GIB
 
 RUNS = ROOT / "out/quality"
 BASE = "base"

@@ -11,10 +11,10 @@ from harness import ROOT
 from models import RECIPES
 from torch import Tensor, nn
 
-from memsave_recipes.planner.task import Task, read_task
-from memsave_recipes.profiling.breakdown import break_down_peak
-from memsave_recipes.step.batch_layout import Batch
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.core.costs.breakdown import break_down_peak
+from memsave_recipes.core.planner.task import Task, read_task
+from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.training.launch.start import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
 
 

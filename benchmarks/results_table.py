@@ -19,10 +19,10 @@ from result_rows.page import results_markdown, results_page
 from result_rows.rows import WAYS_OUT, ResultRow, rows_of
 from result_rows.works import WORKS, measure
 
-from memsave_recipes.cli.flags import memory_gib, writing
-from memsave_recipes.cli.runs import add_folders, read_all
-from memsave_recipes.errors import InputError
-from memsave_recipes.text import GIB
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.cli.flags import memory_gib, writing
+from memsave_recipes.tools.cli.runs import add_folders, read_all
 
 ROWS, PAGES = Path("docs/results/rows"), Path("docs/results")
 ROWS_HELP = f"folder of the rows; default: {ROWS}"

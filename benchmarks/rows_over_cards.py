@@ -22,7 +22,7 @@ from typing import Any
 import fit_models
 import harness
 
-from memsave_recipes.cli import main as memsave
+from memsave_recipes.tools.cli import main as memsave
 
 MODEL = "Llama-3.1-8B"
 CARDS_GIB = (24, 48, 80)

@@ -28,14 +28,14 @@ from typing import Any
 import harness
 from models import CASES, workload_of_case
 
-from memsave_recipes.activations import plan_blocks
-from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import Estimator
-from memsave_recipes.estimation.targets import Target, find_target
-from memsave_recipes.plans import Action, Plan, Span, plan_for
-from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.simulate import keep_all, simulate, span_costs
-from memsave_recipes.plans.solver import smallest_feasible, solve, solve_with_gap
+from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.costs.estimate import Estimator
+from memsave_recipes.core.costs.targets import Target, find_target
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans import Action, Plan, Span, plan_for
+from memsave_recipes.core.plans.chain import Chain
+from memsave_recipes.core.plans.simulate import keep_all, simulate, span_costs
+from memsave_recipes.core.plans.solver import smallest_feasible, solve, solve_with_gap
 
 MODELS = ("vgg16", "densenet121", "vit-h", "bert", "gpt2", "llama-3.1-8b")
 QUICK_MODELS = ("gpt2",)

@@ -69,8 +69,8 @@ LLAMA = ("--model_type", "llama", "--config_overrides", SMALL + ",num_key_value_
 BERT = ("--model_type", "bert", "--config_overrides", SMALL)
 STARTS = {
     "`import memsave_recipes`": Start("import", ("memsave_recipes",)),
-    "`memsave --help`": Start("module", ("memsave_recipes.cli", "--help")),
-    "`memsave plan --help`": Start("module", ("memsave_recipes.cli", "plan", "--help")),
+    "`memsave --help`": Start("module", ("memsave_recipes.tools.cli", "--help")),
+    "`memsave plan --help`": Start("module", ("memsave_recipes.tools.cli", "plan", "--help")),
     "`import torch`": Start("import", ("torch",)),
     "`recipes/language_modeling.py --help`": Start("recipe", (str(RECIPES / "language_modeling.py"), "--help")),
     "language modeling, first step": step_of("language_modeling", *LLAMA, "--block_size", "64", "--vocab_size", "512"),

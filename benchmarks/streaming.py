@@ -26,9 +26,9 @@ from long_context import CopiesAtOnce
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.offload import SideStream
-from memsave_recipes.activations.streaming import WeightStream, resident_tensors, stream_weights
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations.offload import SideStream
+from memsave_recipes.core.activations.streaming import WeightStream, resident_tensors, stream_weights
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 

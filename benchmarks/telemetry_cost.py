@@ -29,7 +29,7 @@ from loop_overhead import LEARNING_RATE, LOGGING_STEPS, Training, Work
 
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, finish_trackers, resolve_trackers, start_trackers
-from memsave_recipes.training.launch import describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import describe_environment, start_accelerator
 
 WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS = 2, 40, 2
 BARE, AGAIN = "no telemetry", "the same again"

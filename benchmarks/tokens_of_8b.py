@@ -20,9 +20,9 @@ from typing import Any
 import fit_models
 import harness
 
-from memsave_recipes.cli import main as memsave
-from memsave_recipes.render.plot import write_curves_png
-from memsave_recipes.text import GIB
+from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.cli import main as memsave
+from memsave_recipes.tools.pages.plot import write_curves_png
 
 MODEL = "Llama-3.1-8B"
 CARDS_GIB = (24, 48, 80)

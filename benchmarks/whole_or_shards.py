@@ -20,8 +20,8 @@ from typing import Any
 import harness
 from tqdm import tqdm
 
-from memsave_recipes.cli import main as memsave
-from memsave_recipes.text import GIB
+from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.cli import main as memsave
 
 LLAMAS = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}

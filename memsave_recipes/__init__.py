@@ -9,20 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memsave_recipes.activations import PlanHandle, apply_plan
-    from memsave_recipes.equivalence import Verdict, verify
-    from memsave_recipes.errors import InputError
+    from memsave_recipes.core.activations import PlanHandle, apply_plan
+    from memsave_recipes.core.errors import InputError
+    from memsave_recipes.core.host.state import keep_state_on_host
+    from memsave_recipes.core.host.step import step_on_host
+    from memsave_recipes.core.losses import linear_cross_entropy
+    from memsave_recipes.core.planner import StaticMemory, make_plan
+    from memsave_recipes.core.planner.search import Candidate, Choice
+    from memsave_recipes.core.planner.task import Task, estimate
+    from memsave_recipes.core.plans import Plan
+    from memsave_recipes.core.proof import Verdict, verify
     from memsave_recipes.integrations.lightning_callback import MemsaveLightningCallback
     from memsave_recipes.integrations.planned_training import PlannedTraining, prepare
     from memsave_recipes.integrations.trainer_callback import MemsaveCallback
-    from memsave_recipes.losses import linear_cross_entropy
     from memsave_recipes.models.fused_ops import fuse_operators
-    from memsave_recipes.planner import StaticMemory, make_plan
-    from memsave_recipes.planner.search import Candidate, Choice
-    from memsave_recipes.planner.task import Task, estimate
-    from memsave_recipes.plans import Plan
-    from memsave_recipes.step.host_state import keep_state_on_host
-    from memsave_recipes.step.host_step import step_on_host
     from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 __version__ = "0.3.0"
@@ -56,20 +56,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "activations": ("PlanHandle", "apply_plan"),
-    "equivalence": ("Verdict", "verify"),
-    "errors": ("InputError",),
+    "core.activations": ("PlanHandle", "apply_plan"),
+    "core.errors": ("InputError",),
+    "core.host.state": ("keep_state_on_host",),
+    "core.host.step": ("step_on_host",),
+    "core.losses": ("linear_cross_entropy",),
+    "core.planner": ("StaticMemory", "make_plan"),
+    "core.planner.search": ("Candidate", "Choice"),
+    "core.planner.task": ("Task", "estimate"),
+    "core.plans": ("Plan",),
+    "core.proof": ("Verdict", "verify"),
     "integrations.lightning_callback": ("MemsaveLightningCallback",),
     "integrations.planned_training": ("PlannedTraining", "prepare"),
     "integrations.trainer_callback": ("MemsaveCallback",),
-    "losses": ("linear_cross_entropy",),
     "models.fused_ops": ("fuse_operators",),
-    "planner": ("StaticMemory", "make_plan"),
-    "planner.search": ("Candidate", "Choice"),
-    "planner.task": ("Task", "estimate"),
-    "plans": ("Plan",),
-    "step.host_state": ("keep_state_on_host",),
-    "step.host_step": ("step_on_host",),
     "training.arguments": ("OptimizerArguments", "RunArguments"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

@@ -37,15 +37,14 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
-from memsave_recipes.compare import read_run
+from memsave_recipes.core.errors import BUDGET_FLAG
+from memsave_recipes.core.losses import IGNORED_LABEL
+from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.text import to_gib
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
-from memsave_recipes.errors import BUDGET_FLAG
-from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
-from memsave_recipes.exact.global_batchnorm import global_batchnorm
-from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import CONVOLUTIONS, VGG, convolutions
-from memsave_recipes.recipe import (
+from memsave_recipes.run.recipe import (
     Batch,
     BatchLayout,
     GlobalBatch,
@@ -60,7 +59,9 @@ from memsave_recipes.recipe import (
     run_recipe,
     seed_for,
 )
-from memsave_recipes.text import ProgressBar, to_gib
+from memsave_recipes.tools.compare import read_run
+from memsave_recipes.training.exact.batch_layouts import IndexedLayout, LockstepLayout
+from memsave_recipes.training.exact.global_batchnorm import global_batchnorm
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

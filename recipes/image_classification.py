@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.activations.streaming import place
+from memsave_recipes.core.activations.streaming import place
+from memsave_recipes.core.losses import SINGLE, LabelLoss
+from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
-from memsave_recipes.losses import SINGLE, LabelLoss
 from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
@@ -39,7 +40,7 @@ from memsave_recipes.models.image_classifiers import (
 )
 from memsave_recipes.models.saved import save_image_classifier
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments
-from memsave_recipes.recipe import (
+from memsave_recipes.run.recipe import (
     Batch,
     InputError,
     LabelArguments,
@@ -51,8 +52,7 @@ from memsave_recipes.recipe import (
     run_recipe,
     summed_loss,
 )
-from memsave_recipes.step.settings import AUTO
-from memsave_recipes.training.launch import synchronize_batchnorm
+from memsave_recipes.training.launch.start import synchronize_batchnorm
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 

@@ -28,13 +28,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from memsave_recipes.activations import plan_blocks
-from memsave_recipes.activations.streaming import place
+from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.activations.streaming import place
+from memsave_recipes.core.losses import WORDS, default_chunk_bytes
 from memsave_recipes.data.text.documents import BYTES_A_TOKEN
 from memsave_recipes.data.text.packing import check_positions, count_valid, keeps_documents_apart
 from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
 from memsave_recipes.data.text.tokenizers import check_vocabulary
-from memsave_recipes.losses import WORDS, default_chunk_bytes
 from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text, read_loss
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
@@ -42,7 +42,7 @@ from memsave_recipes.models.pretrained import TransformerArguments, build_transf
 from memsave_recipes.models.saved import save_tokenizer
 from memsave_recipes.models.sequence_parallel import SequenceArguments, SequenceGroup
 from memsave_recipes.models.what_trains import TrainedPartArguments, train_part
-from memsave_recipes.recipe import (
+from memsave_recipes.run.recipe import (
     Batch,
     BatchLayout,
     InputError,
@@ -54,7 +54,7 @@ from memsave_recipes.recipe import (
     run_recipe,
 )
 from memsave_recipes.training.evaluation import sum_over_ranks
-from memsave_recipes.training.launch import deterministic_kernels
+from memsave_recipes.training.launch.start import deterministic_kernels
 
 CHUNKS = ("chunked:8192", "chunked:1024")  # of tokens; beside full, which pads no odd vocabulary
 

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.activations.streaming import place
+from memsave_recipes.core.activations.streaming import place
+from memsave_recipes.core.losses import REGRESSION, SINGLE, LabelLoss
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
     check_inputs,
@@ -34,7 +35,6 @@ from memsave_recipes.data.text.tokenizers import (
     load_text_tokenizer,
     tokenize,
 )
-from memsave_recipes.losses import REGRESSION, SINGLE, LabelLoss
 from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.pretrained import (
     TransformerArguments,
@@ -44,7 +44,7 @@ from memsave_recipes.models.pretrained import (
 )
 from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
-from memsave_recipes.recipe import (
+from memsave_recipes.run.recipe import (
     Batch,
     InputError,
     LabelArguments,

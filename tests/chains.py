@@ -1,7 +1,7 @@
 """Blocks of chains, with costs by hand."""
 
-from memsave_recipes.plans.chain import BlockCosts, BlockOption
-from memsave_recipes.plans.plan import Action
+from memsave_recipes.core.plans.chain import BlockCosts, BlockOption
+from memsave_recipes.core.plans.plan import Action
 
 
 def option(action=Action.KEEP, *, added_s=0.0, saved=0, forward=0, backward=0, saves=""):

@@ -35,10 +35,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from memsave_recipes import text
+from memsave_recipes.core import progress
+from memsave_recipes.core.costs import block_costs
+from memsave_recipes.core.costs.trace_events import DeviceInstruments
 from memsave_recipes.models.image_classifiers import MODELS
-from memsave_recipes.profiling import block_costs
-from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 sys.path.append(str(Path(__file__).parent))
 pytest_plugins = ["nursery", "finished_runs", "cuda_devices"]
@@ -51,7 +51,7 @@ class TimedOnce(DeviceInstruments):
     repetitions: int = 1
 
 
-text.BAR_AFTER_S = 600  # a line that tells of slow work is not of a test on a busy machine
+progress.BAR_AFTER_S = 600  # a line that tells of slow work is not of a test on a busy machine
 os.getloadavg = lambda: (0.0, 0.0, 0.0)  # nor is one that says how busy it is
 TIMING = {name: getattr(block_costs, name) for name in ("DeviceInstruments", "AGREE")}
 block_costs.DeviceInstruments, block_costs.AGREE = TimedOnce, float("inf")

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.activations.offload import OffloadEngine
+from memsave_recipes.core.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.core.activations.offload import OffloadEngine
 
 TOKENS = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(1))
 SHAPE = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from nursery import free_port
 from torch.distributed import TCPStore
 
-from memsave_recipes.distributed import missing_ranks_end_the_run
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.launch.distributed import missing_ranks_end_the_run
+from memsave_recipes.training.launch.start import start_accelerator
 
 FORK, END_S = get_context("fork"), 60
 Program = Callable[[Accelerator], None]

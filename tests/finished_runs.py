@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare import History, Run
+from memsave_recipes.tools.compare import History, Run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from memsave_recipes.activations.offload import OffloadEngine
-from memsave_recipes.activations.spans import RUN
-from memsave_recipes.plans import Action
-from memsave_recipes.profiling import step_trace
+from memsave_recipes.core.activations.offload import OffloadEngine
+from memsave_recipes.core.activations.spans import RUN
+from memsave_recipes.core.costs import step_trace
+from memsave_recipes.core.plans import Action
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from memsave_recipes import hub
+from memsave_recipes.models import hub
 
 NAME = "some/name"
 COMMIT = "0" * 40

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from memsave_recipes.planner.budget import overheads_of_device
-from memsave_recipes.text import GIB
+from memsave_recipes.core.planner.budget import overheads_of_device
+from memsave_recipes.core.text import GIB
 
 ROOT = Path(__file__).parents[1]
 TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"

@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from PIL import Image
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.launch.start import start_accelerator
 
 FORK = multiprocessing.get_context("fork")
 TRIAL_TIMEOUT_S, RANKS_TIMEOUT_S, PROGRAM_TIMEOUT_S = 120, 60, 60

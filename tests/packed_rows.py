@@ -9,7 +9,7 @@ import torch
 from torch.library import _scoped_library
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations import apply_plan, plan_blocks
 from memsave_recipes.models import packed_attention
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import attend_by_document

@@ -120,7 +120,7 @@ def test_commands_run(name, wanted, tmp_path):
             make_run(tmp_path / "out" / run, plan)
     path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "memsave").write_text(f'#!/bin/sh\nexec {sys.executable} -m memsave_recipes.cli "$@"\n')
+    (tmp_path / "bin" / "memsave").write_text(f'#!/bin/sh\nexec {sys.executable} -m memsave_recipes.tools.cli "$@"\n')
     (tmp_path / "bin" / "memsave").chmod(0o755)
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
     before, failed = "", []

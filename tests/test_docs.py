@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from memsave_recipes import cli
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.tools import cli
 from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[1]

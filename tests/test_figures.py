@@ -243,9 +243,9 @@ PLAIN_LOOP = measured("gpu_day-h100.json", told("none: at most 1.1", r"x([\d.]+)
 README_PERF = results("gpu_day-h100.json")["readme"]["perf"]
 README_SPEED = measured("gpu_day-h100.json", README_PERF["tokens_per_sec"], README_PERF["mfu_pct"])
 COUNTED = Stated("counted operators of one micro-batch on fake tensors, by the roofline of an H100's data sheet")
-EXPECTED = Asserted("tests/planner/test_expected_seconds.py")
-IN_SLICES = Asserted("tests/sharding/test_slices.py")
-SAVED_IN_SHARDS = Asserted("tests/sharding/test_saved.py")
+EXPECTED = Asserted("tests/core/planner/test_expected_seconds.py")
+IN_SLICES = Asserted("tests/core/sharding/test_slices.py")
+SAVED_IN_SHARDS = Asserted("tests/core/sharding/test_saved.py")
 FIGURES = {
     "README.md": {
         "the peak falls from 48.8 to 24.6 MiB": measured(
@@ -285,14 +285,14 @@ FIGURES = {
         "142 ms a step for the same launch with `--fused_ops auto`, at least 91 ms": EXPECTED,
     },
     "docs/activation_plans.md": {
-        "within 1 % of the bytes": Asserted("tests/planner"),
-        "from 1 % below to 5 % above it": Asserted("tests/profiling"),
+        "within 1 % of the bytes": Asserted("tests/core/planner"),
+        "from 1 % below to 5 % above it": Asserted("tests/core/costs"),
         "keep 1 % of plain's activations in reserve": Stated("a setting"),
         "ResNet-50 goes down to 25.0 % of plain's activations and DenseNet-121 to 12.8 %": Asserted(
-            "tests/activations/test_nested.py"
+            "tests/core/activations/test_nested.py"
         ),
         "a row of 2,048 tokens peaks at 31 MiB with tiles of 256, at 47 MiB under `full` and at 116 MiB": Asserted(
-            "tests/activations/test_tiles.py"
+            "tests/core/activations/test_tiles.py"
         ),
         "on TOKENS (1,024) tokens at a time": Stated("a setting"),
         "more than 1,024 tokens": Stated("a setting"),
@@ -415,11 +415,11 @@ FIGURES = {
         "8 x 24 GiB | 8 x 48 GiB | 8 x 80 GiB": Stated("sizes of cards"),
         **dict(row_over_cards(plan) for plan in ("full", "full_tiled", "full_tiled_offload")),
         "1,048,576 tokens on eight H100 in 380 s a step and 56.2 GB": Stated("TRL's figures"),
-        "at most 2 % too high for the other plans": Asserted("tests/sharding/test_memory_of_shared_rows.py"),
+        "at most 2 % too high for the other plans": Asserted("tests/core/sharding/test_memory_of_shared_rows.py"),
     },
     "docs/measuring.md": {
-        "within 1 % for transformers and up to 5 % above it for convolutions": Asserted("tests/profiling"),
-        "it is within 1 % for all": Asserted("tests/profiling"),
+        "within 1 % for transformers and up to 5 % above it for convolutions": Asserted("tests/core/costs"),
+        "it is within 1 % for all": Asserted("tests/core/costs"),
         "The target is 0.5 % of the step time": Stated("a target"),
     },
     "docs/planner.md": {
@@ -455,10 +455,10 @@ FIGURES = {
         "7 | 116 % | +211 % | 1 |": estimator("vram-check"),
         "8 | 9.97 % | -23.4 % | 8 |": estimator("accelerate estimate-memory"),
         "leaves 5 % of a GPU": Stated("an assumption"),
-        "memory | 76 % |": Asserted("tests/estimation/test_targets.py"),
-        "60 % if their smallest side is 768, 70 % from 2,048 on": Asserted("tests/estimation/test_targets.py"),
-        "46 % at 1,024 tokens, 53 % from 2,048 on": Asserted("tests/estimation/test_targets.py"),
-        "38 % and 42 %": Asserted("tests/estimation/test_targets.py"),
+        "memory | 76 % |": Asserted("tests/core/costs/test_targets.py"),
+        "60 % if their smallest side is 768, 70 % from 2,048 on": Asserted("tests/core/costs/test_targets.py"),
+        "46 % at 1,024 tokens, 53 % from 2,048 on": Asserted("tests/core/costs/test_targets.py"),
+        "38 % and 42 %": Asserted("tests/core/costs/test_targets.py"),
         "| 224 ms | 317 ms | 316.2 ms |": EXPECTED,
         "| 117 ms | 172 ms | 190 ms | -10 % |": EXPECTED,
         "for another 100 ms a step": on_h200(step_ms("recipe") - kernels_ms("recipe"), within_pct=10),
@@ -467,8 +467,8 @@ FIGURES = {
     },
     "docs/errors.md": {
         "Tried to allocate 20.00 MiB": Stated("an example of torch's words"),
-        "16 bytes a parameter: 104 GiB for 7 billion": Asserted("tests/test_errors_page.py"),
-        "3.9 GiB for 8 x 1,024 x 128,256": Asserted("tests/test_errors_page.py"),
+        "16 bytes a parameter: 104 GiB for 7 billion": Asserted("tests/run/test_errors_page.py"),
+        "3.9 GiB for 8 x 1,024 x 128,256": Asserted("tests/run/test_errors_page.py"),
     },
     "docs/migrating.md": {"saved every 30 minutes": Asserted("tests/test_docs.py")},
     "docs/recipes.md": {
@@ -533,9 +533,9 @@ FIGURES = {
         "loads all of them 470 MB": IN_SLICES,
         "finds that it fits and is faster by 1 %": Stated("a setting"),
         "in files of at most 5 GB": SAVED_IN_SHARDS,
-        "and at most 1 % less": Asserted("tests/sharding/test_memory.py"),
+        "and at most 1 % less": Asserted("tests/core/sharding/test_memory.py"),
         "at most 2 % less with tiles, 8 % less in VGG under `offload`, and 1 % less": Asserted(
-            "tests/sharding/test_memory.py"
+            "tests/core/sharding/test_memory.py"
         ),
     },
     "docs/full_fine_tuning.md": {
@@ -547,7 +547,7 @@ FIGURES = {
         "vocabulary 8,192": Stated("the model"),
         "GPT-2 moves 711 kB a token without fused operators and 146 kB": moved_kb("GPT-2"),
         "1B 1,275 kB and 865 kB": moved_kb("Llama 3.2 1B"),
-        "95 ms a step in micro-batches of 16, and by more than 220 ms": Asserted("tests/estimation/test_fused_ops.py"),
+        "95 ms a step in micro-batches of 16, and by more than 220 ms": Asserted("tests/core/costs/test_fused_ops.py"),
         "(504 MiB)": measured("techniques-cpu.json", 1024 * one("techniques-cpu.json", method="plain")["peak_gib"]),
         "read x1.17": measured("techniques-cpu.json", one("techniques-cpu.json", method="no clipping")["time_ratio"]),
         "**Peak 36 %, time x0.92**": peak_and_time("accumulation, 4 x 4"),
@@ -579,7 +579,9 @@ FIGURES = {
         "chunk: 32 MiB on a CPU, 512 MiB elsewhere": Stated("settings"),
         "chunks of at most 4,096 tokens": Stated("a setting"),
         "50,257 words has the same products as with 50,304": Stated("GPT-2's vocabulary, and a multiple of 64"),
-        "0.003 % more bytes (counted on fake tensors, eager, 16 x 1,024 tokens)": Asserted("tests/test_losses_cost.py"),
+        "0.003 % more bytes (counted on fake tensors, eager, 16 x 1,024 tokens)": Asserted(
+            "tests/core/test_losses_cost.py"
+        ),
         "**Peak 94 %, time x0.89** here": peak_and_time("LoRA"),
         "by arithmetic 45 GiB": Stated("arithmetic: 6 bytes of 8 billion weights"),
         "a step of 243 million float32 masters takes 172 ms, x1.01": measured(

@@ -23,14 +23,14 @@ KINDS = {
     "any-float-math": {"DNNL_DEFAULT_FPMATH_MODE": "ANY"},
     "two-threads": {"OMP_NUM_THREADS": "2"},
 }
-PEAK = "profiling/test_block_costs.py::test_predicted_peaks_are_those_that_are_measured[bf16-vit]"
-EQUALITY = "activations/test_equal_to_plain.py::test_every_strategy_with_every_k[vit-bf16]"
-MUON = "training/test_update_rules.py::test_its_memory_is_predicted"
+PEAK = "core/costs/test_block_costs.py::test_predicted_peaks_are_those_that_are_measured[bf16-vit]"
+EQUALITY = "core/activations/test_equal_to_plain.py::test_every_strategy_with_every_k[vit-bf16]"
+MUON = "core/step/test_update_rules.py::test_its_memory_is_predicted"
 RESUMED = [
     f"recipes/test_resume.py::test_{one}" for one in ("killed_and_resumed", "every_recipe[all-text_classification]")
 ]
-BITS = [*RESUMED, "activations/test_equal_to_plain.py", "training/test_ddp_with_plans.py"]
-PREDICTIONS = ["profiling/test_block_costs.py", MUON, "activations/test_nested.py"]
+BITS = [*RESUMED, "core/activations/test_equal_to_plain.py", "training/launch/test_ddp_with_plans.py"]
+PREDICTIONS = ["core/costs/test_block_costs.py", MUON, "core/activations/test_nested.py"]
 
 
 def run_tests(tests, environment):

@@ -172,7 +172,7 @@ def test_the_core_plans_a_model_and_names_a_missing_extra_in_one_line(core):
         "plan = memsave.make_plan(model, batch, strategy='budget:bitwise', budget_gib=1)\n"
         "with memsave.apply_plan(model, plan): model(batch).sum().backward()\n"
         "from memsave_recipes import Task, estimate, verify, linear_cross_entropy\n"
-        "from memsave_recipes.cli import main\n"
+        "from memsave_recipes.tools.cli import main\n"
         "raise SystemExit(main(['plan', 'image_classification']))\n"
     )
     done = core.run("python", "-c", script)

@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 from torch import nn
 from workloads import workload_of
 
-from memsave_recipes import inference
-from memsave_recipes.activations.compiled import check_compiler
-from memsave_recipes.activations.offload import SideStream
-from memsave_recipes.activations.streaming import place
-from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import FRAGMENTATION, plans_to_measure
-from memsave_recipes.plans.plan import offloads
-from memsave_recipes.profiling.breakdown import break_down_peak
-from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.core.activations.compiled import check_compiler
+from memsave_recipes.core.activations.offload import SideStream
+from memsave_recipes.core.activations.streaming import place
+from memsave_recipes.core.costs.breakdown import break_down_peak
+from memsave_recipes.core.costs.trace_events import DeviceInstruments
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.budget import FRAGMENTATION, plans_to_measure
+from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.run.run_plan import budget_of
-from memsave_recipes.training import elastic
-from memsave_recipes.training.launch import synchronize_batchnorm
+from memsave_recipes.tools import inference
+from memsave_recipes.training.launch import elastic
+from memsave_recipes.training.launch.start import synchronize_batchnorm
 
 ROOT = Path(__file__).parents[1]
 MPS = torch.device("mps")

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
-from memsave_recipes.activations.recompute import recompute
-from memsave_recipes.profiling.throughput import _recomputes
+from memsave_recipes.core.activations.recompute import recompute
+from memsave_recipes.core.costs.throughput import _recomputes
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "memsave_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
@@ -266,7 +266,7 @@ def test_what_objects_have_is_there(name):
 
 
 def test_a_checkpoint_that_runs_again_is_known_by_its_frame():
-    """profiling/throughput.py looks for the ``unpack_hook`` of torch's and of ours."""
+    """core/costs/throughput.py looks for the ``unpack_hook`` of torch's and of ours."""
     for run in (partial(recompute, modules=[]), partial(checkpoint, use_reentrant=False)):
         seen = []
         run(lambda x, seen=seen: seen.append(_recomputes()) or x.sin(), torch.ones(1, requires_grad=True)).backward()
@@ -275,6 +275,6 @@ def test_a_checkpoint_that_runs_again_is_known_by_its_frame():
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_caches_are_known_by_their_method_and_hold_layers(kind):
-    """activations/block_state.py copies them, and activations/compiled.py refuses to go on with them."""
+    """core/activations/block_state.py copies them, and core/activations/compiled.py refuses to go on with them."""
     assert callable(kind.get_seq_length)
     assert "layers" in signature(Cache.__init__).parameters

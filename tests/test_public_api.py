@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import memsave_recipes as memsave
-from memsave_recipes.step.settings import OptimizerSettings, StepSettings
+from memsave_recipes.core.step.settings import OptimizerSettings, StepSettings
 
 HEAVY = ("torch", "numpy", "transformers", "accelerate", "datasets", "rich", "yaml")
 
@@ -50,7 +50,7 @@ def test_no_package_hides_a_public_name():
     [
         ("import memsave_recipes", ()),
         ("from memsave_recipes import Plan, InputError\nPlan.from_json", ()),
-        ("from memsave_recipes.cli import main\ntry: main(['plan', '--help'])\nexcept SystemExit: pass", ()),
+        ("from memsave_recipes.tools.cli import main\ntry: main(['plan', '--help'])\nexcept SystemExit: pass", ()),
         ("from memsave_recipes import linear_cross_entropy, apply_plan", ("torch", "numpy")),
     ],
     ids=["package", "plans", "help", "activations"],

@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.estimation.estimate import Estimator
-from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.core.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.core.costs.block_costs import Workload
+from memsave_recipes.core.costs.estimate import Estimator
+from memsave_recipes.core.costs.trace_events import DeviceInstruments
 
 CPU = torch.device("cpu")
 

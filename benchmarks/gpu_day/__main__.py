@@ -47,7 +47,7 @@ from gpu_day.machine import CPU, GPU, STAND_IN, Size, abilities, kind_of_machine
 from gpu_day.memory import budgets, full_device, offloading, predictions, techniques
 from gpu_day.ranks import ranks
 from gpu_day.speed import article, data_sheets, throughput, waits
-from memsave_recipes.text import GIB
+from memsave_recipes.core.text import GIB
 
 STEPS = {
     step.__name__: step

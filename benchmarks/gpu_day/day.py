@@ -71,7 +71,7 @@ class Day:
         flags = shlex.split(words.format(folder=folder))
         if command.launch:
             config = ROOT / "accelerate_configs" / f"{command.launch}.yaml"
-            launcher = ["-m", "memsave_recipes.cli", "launch", "--config_file", str(config)]
+            launcher = ["-m", "memsave_recipes.tools.cli", "launch", "--config_file", str(config)]
             own = ["--report_to", "none", "--output_dir", str(folder), "--resume" if is_resumed else "--overwrite"]
             flags = [*launcher, "--mixed_precision", command.precision, *flags, *own]
         folder.mkdir(parents=True, exist_ok=True)

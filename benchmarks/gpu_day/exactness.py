@@ -5,7 +5,7 @@ from gpu_day.claims import CUDA, TRITON, Claim, Command, Step
 from gpu_day.machine import IMAGES, TEXT, Size
 
 TESTS_ON_DEVICES = (
-    *("tests/test_losses.py", "tests/profiling/test_device_memory.py", "tests/profiling/test_breakdown.py"),
+    *("tests/core/test_losses.py", "tests/core/costs/test_device_memory.py", "tests/core/costs/test_breakdown.py"),
     "tests/models/test_varlen.py",
 )
 ROUND = ("full_tiled", "compiled")  # strategies whose kernels may round otherwise than plain's

@@ -79,7 +79,7 @@ def _figure(text: str, run: Command, needs: frozenset[str] = frozenset()) -> Cla
 
 def _plan(size: Size) -> Command:
     flags = f"{size.gpt2} {size.gpt2_micro} --activation_checkpointing none --loss full --mixed_precision bf16"
-    words = f"-m memsave_recipes.cli plan {TEXT} {flags} --output_dir {{folder}} --json {{folder}}/plan.json"
+    words = f"-m memsave_recipes.tools.cli plan {TEXT} {flags} --output_dir {{folder}} --json {{folder}}/plan.json"
     return _within(30, size, Command(name="first-plan", words=words))
 
 

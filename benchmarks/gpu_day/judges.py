@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_day.claims import Found, Outcome
-from memsave_recipes.planner.budget import FRAGMENTATION, RESERVE, WORKSPACES
-from memsave_recipes.text import GIB, MIB, format_bytes
+from memsave_recipes.core.planner.budget import FRAGMENTATION, RESERVE, WORKSPACES
+from memsave_recipes.core.text import GIB, MIB, format_bytes
 
 OUT_OF_MEMORY = 3
 MOST_TOO_HIGH_PCT = 15

@@ -22,8 +22,8 @@ from gpu_day.claims import (
     Command,
 )
 from gpu_day.waits import warns_of_waits
-from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.errors import InputError
 
 GPU, STAND_IN, CPU = "gpu", "stand-in", "cpu"
 TEXT, IMAGES = "recipes/language_modeling.py", "recipes/image_classification.py"

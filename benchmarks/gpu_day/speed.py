@@ -69,7 +69,7 @@ def data_sheets(size: Size) -> Step:
     claims = []
     for strategy, run in (("none", plain(size)), ("full", full(size))):
         flags = f"{size.text_flags} --activation_checkpointing {strategy} --mixed_precision bf16"
-        words = f"-m memsave_recipes.cli plan {TEXT} {flags} --output_dir {{folder}} --json {{folder}}/plan.json"
+        words = f"-m memsave_recipes.tools.cli plan {TEXT} {flags} --output_dir {{folder}} --json {{folder}}/plan.json"
         plan = Command(name=f"plan-{strategy}", words=words)
         claims += [
             Claim(

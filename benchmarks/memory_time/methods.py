@@ -7,9 +7,9 @@ from functools import partial
 from models import Work
 from torch import Tensor
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.plans import Plan
 from memsave_recipes.models.causal_lm import LossKind
-from memsave_recipes.plans import Plan
 
 PLAIN, PLAIN_CHUNKED = "plain", "plain, chunked loss"
 BUDGET, BITWISE = "budget", "budget:bitwise"

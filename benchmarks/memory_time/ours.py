@@ -7,15 +7,15 @@ from functools import partial
 from models import Work
 
 from memory_time.methods import BITWISE, BUDGET, Extent, Method, applied
-from memsave_recipes.activations import block_names, find_stacks
+from memsave_recipes.core.activations import block_names, find_stacks
+from memsave_recipes.core.costs.block_costs import Measurement, Workload, measure
+from memsave_recipes.core.planner.budget import RESERVE, StaticMemory, forecast, keep_all, plans_to_measure
+from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.plans.chain import Chain
+from memsave_recipes.core.plans.simulate import simulate, span_costs
+from memsave_recipes.core.plans.solver import smallest_feasible
+from memsave_recipes.core.text import format_bytes
 from memsave_recipes.models.causal_lm import LossKind
-from memsave_recipes.planner.budget import RESERVE, StaticMemory, forecast, keep_all, plans_to_measure
-from memsave_recipes.plans import Plan
-from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.simulate import simulate, span_costs
-from memsave_recipes.plans.solver import smallest_feasible
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
-from memsave_recipes.text import format_bytes
 
 CLOSE = 0.01  # of plain's activations: budgets nearer than that share the smaller one
 

@@ -25,8 +25,8 @@ from memory_time.methods import (
     Method,
     planned,
 )
-from memsave_recipes.activations import block_names, find_stacks
-from memsave_recipes.activations.blocks import begins_in_place
+from memsave_recipes.core.activations import block_names, find_stacks
+from memsave_recipes.core.activations.blocks import begins_in_place
 
 _numbers = count()
 

@@ -12,9 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from memsave_recipes.compare import LARGEST
-from memsave_recipes.errors import InputError
-from memsave_recipes.text import format_bytes, read_json, sanitized
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.text import format_bytes, read_json, sanitized
+from memsave_recipes.tools.compare import LARGEST
 from result_rows.rows import SCHEMA_VERSION, ResultRow
 
 MEMORY_SLACK = 1.1  # of a device's memory: sheets and drivers differ by less

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from memsave_recipes.compare import compare, layout_of
-from memsave_recipes.render.comparison import in_markdown
-from memsave_recipes.render.page import Cell, Row, Section, counted, render_page
-from memsave_recipes.text import format_bytes, format_rate
+from memsave_recipes.core.text import format_bytes, format_rate
+from memsave_recipes.tools.compare import compare, layout_of
+from memsave_recipes.tools.pages.comparison import in_markdown
+from memsave_recipes.tools.pages.page import Cell, Row, Section, counted, render_page
 from result_rows.rows import ResultRow
 
 TITLE = "Results"

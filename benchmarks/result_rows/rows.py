@@ -21,7 +21,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from memsave_recipes.compare import (
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.compare import (
     PEAK,
     SPEED,
     TRAITS,
@@ -33,8 +35,6 @@ from memsave_recipes.compare import (
     traits,
     workload_key,
 )
-from memsave_recipes.errors import InputError
-from memsave_recipes.text import GIB
 
 SCHEMA_VERSION = 1
 OF_THE_HARDWARE = {"device", "torch", "memory source"}  # traits that have fields of their own

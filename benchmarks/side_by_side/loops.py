@@ -13,14 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import memsave_recipes as memsave
+from memsave_recipes.core.planner.make_plan import static_of
+from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
-from memsave_recipes.planner.make_plan import static_of
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, resolve_trackers, start_trackers
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.launch.start import start_accelerator
 from side_by_side.work import LEARNING_RATE, PADDING, Documents, Watch, Work, on_device, padded, summed_loss
 
 MAX_GRAD_NORM, LOGGING_STEPS = 1.0, 10

@@ -18,11 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from memsave_recipes.core.costs.breakdown import PeakOfStep, break_down_peak
+from memsave_recipes.core.losses import IGNORED_LABEL
+from memsave_recipes.core.planner.make_plan import torch_optimizer
+from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.data.text.packing import count_valid
-from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.planner.make_plan import torch_optimizer
-from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak
-from memsave_recipes.step.batch_layout import Batch
 
 LEARNING_RATE, PADDING = 1e-3, 0
 

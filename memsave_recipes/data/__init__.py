@@ -13,8 +13,8 @@ NOTE [ decisions ]
 import re
 from collections.abc import Sequence
 
-from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.text import join_names
+from memsave_recipes.core.errors import InputError, packages_of
+from memsave_recipes.core.text import join_names
 
 with packages_of("vision,text", "the recipes' data"):
     import datasets  # noqa: F401

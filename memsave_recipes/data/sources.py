@@ -28,11 +28,11 @@ from typing import Any
 import datasets
 import numpy as np
 
+from memsave_recipes.core.errors import InputError, check_file, is_text
+from memsave_recipes.core.text import first_of, join_names, printable
 from memsave_recipes.data import MAX_NAMED
-from memsave_recipes.errors import InputError, check_file, is_text
-from memsave_recipes.fingerprint import digest_of
-from memsave_recipes.hub import loading_by_name
-from memsave_recipes.text import first_of, join_names, printable
+from memsave_recipes.data.fingerprint import digest_of
+from memsave_recipes.models.hub import loading_by_name
 
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
 # Folders whose files no library counts as its own.

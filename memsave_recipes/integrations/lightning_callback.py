@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.errors import InputError, packages_of
+from memsave_recipes.core.activations.micro_batches import tensors_in
+from memsave_recipes.core.costs.preserve_state import replaced
+from memsave_recipes.core.errors import InputError, packages_of
 from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanningCallback, refuse_several
-from memsave_recipes.profiling.preserve_state import replaced
 
 with packages_of("lightning", "plans in Lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -24,13 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_stacks
-from memsave_recipes.activations.apply import refuse_planned
-from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.errors import InputError
-from memsave_recipes.models.fused_ops import not_fused_in
-from memsave_recipes.planner.budget import StaticMemory
-from memsave_recipes.planner.make_plan import (
+from memsave_recipes.core.activations import PlanHandle, apply_plan, block_names, find_stacks
+from memsave_recipes.core.activations.apply import refuse_planned
+from memsave_recipes.core.activations.micro_batches import tensors_in
+from memsave_recipes.core.costs.block_costs import Workload
+from memsave_recipes.core.costs.breakdown import PeakOfStep, break_down_peak, storages_of
+from memsave_recipes.core.costs.preserve_state import device_of, preserve_attributes
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.step import LEAVING_BYTES, masters_of
+from memsave_recipes.core.planner.budget import StaticMemory
+from memsave_recipes.core.planner.make_plan import (
     call,
     check_budget,
     loss_of,
@@ -41,15 +44,13 @@ from memsave_recipes.planner.make_plan import (
     static_of,
     torch_optimizer,
 )
-from memsave_recipes.planner.trial_step import Ranks
-from memsave_recipes.plans import BUDGET_WORDS, Plan
-from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.plans.prediction import Prediction
-from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
-from memsave_recipes.profiling.preserve_state import device_of, preserve_attributes
-from memsave_recipes.step.host_step import LEAVING_BYTES, masters_of
-from memsave_recipes.text import GIB, ProgressBar, format_bytes
+from memsave_recipes.core.planner.trial_step import Ranks
+from memsave_recipes.core.plans import BUDGET_WORDS, Plan
+from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.prediction import Prediction
+from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.text import GIB, format_bytes
+from memsave_recipes.models.fused_ops import not_fused_in
 
 
 class StepPeak:

@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.activations.micro_batches import tensors_in
+from memsave_recipes.core.costs.preserve_state import replaced
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.state import is_on_host, keep_state_on_host
+from memsave_recipes.core.host.step import HostMasters, masters_of, scale_on_host, step_on_host
+from memsave_recipes.core.planner.make_plan import torch_optimizer
+from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.integrations.planned_training import (
     PREFIX,
     MicroBatch,
@@ -20,11 +25,6 @@ from memsave_recipes.integrations.planned_training import (
     check_model,
     refuse_several,
 )
-from memsave_recipes.planner.make_plan import torch_optimizer
-from memsave_recipes.profiling.preserve_state import replaced
-from memsave_recipes.step.host_state import is_on_host, keep_state_on_host
-from memsave_recipes.step.host_step import HostMasters, masters_of, scale_on_host, step_on_host
-from memsave_recipes.text import ProgressBar
 
 OFFLOADS = ("none", "state", "step")
 SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")

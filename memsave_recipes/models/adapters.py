@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from memsave_recipes.errors import InputError, option, packages_of, require
+from memsave_recipes.core.errors import InputError, option, packages_of, require
+from memsave_recipes.core.text import first_line, first_of
 from memsave_recipes.models.slices import new_weights, take_whole
-from memsave_recipes.text import first_line, first_of
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import PeftModel

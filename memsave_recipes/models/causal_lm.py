@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.errors import InputError
-from memsave_recipes.losses import (
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.losses import (
     IGNORED_LABEL,
     TiedGradient,
     default_chunk_bytes,
@@ -34,10 +34,10 @@ from memsave_recipes.losses import (
     num_chunks,
     tied_gradient,
 )
+from memsave_recipes.core.text import printable_lines
 from memsave_recipes.models.packed_attention import DocumentLengths, Documents, attends_by_document, evaluating
 from memsave_recipes.models.pretrained import padding_known
 from memsave_recipes.models.sequence_parallel import SequenceGroup
-from memsave_recipes.text import printable_lines
 
 LossKind: TypeAlias = str
 """A value of ``--loss``, as ``read_loss`` takes it."""

@@ -20,10 +20,11 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from memsave_recipes.errors import InputError, option
-from memsave_recipes.hub import reason
-from memsave_recipes.losses import SINGLE, ProblemType
+from memsave_recipes.core.errors import InputError, option
+from memsave_recipes.core.losses import SINGLE, ProblemType
+from memsave_recipes.core.text import first_line
 from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
+from memsave_recipes.models.hub import reason
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
     TransformerArguments,
@@ -33,7 +34,6 @@ from memsave_recipes.models.pretrained import (
     open_image_processor,
 )
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
-from memsave_recipes.text import first_line
 
 VGGS = [f"vgg{depth}{suffix}" for depth in ("_small", 11, 13, 16, 19) for suffix in ("", "_bn")]
 

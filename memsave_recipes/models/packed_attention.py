@@ -38,8 +38,9 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from memsave_recipes.activations.tiled_attention import NotInTiles
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.activations.compiled import NEVER_COMPILED
+from memsave_recipes.core.activations.tiled_attention import NotInTiles
+from memsave_recipes.core.errors import InputError
 
 PackedAttention = Literal["auto", "document", "mask"]
 DocumentLengths = Sequence[Sequence[int]]  # for each row, the tokens of its documents
@@ -76,7 +77,7 @@ def attention_by_document(
         key, value: (B, K, T, D), of heads that ``H / K`` heads of the query share.
         attention_mask: not read.
         document_lengths: of each row, T in sum, else ``ValueError`` or ``RuntimeError``; ``None``: a row is a document.
-        keys_so_far: ``KeysSoFar`` of ``activations/tiled_attention.py``, where T are the tokens of a tile.
+        keys_so_far: ``KeysSoFar`` of ``core/activations/tiled_attention.py``, where T are the tokens of a tile.
         sequence_group: ``SequenceGroup`` of ``models/sequence_parallel.py``, where T are the tokens of a slice; the
             lengths are still those of whole rows.
     """
@@ -459,6 +460,8 @@ def set_packed_attention(
     else:
         reason = "its layers are compiled, with dropout" if compiles and drops(model) else attend_by_document(model)
     if reason is None:
+        if drops(model):
+            setattr(model, NEVER_COMPILED, True)
         return "document", "packed rows: attention by document, without masks"
     if wanted == "document":
         raise InputError(

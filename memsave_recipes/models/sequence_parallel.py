@@ -18,7 +18,7 @@ NOTE [ sequence parallelism ]
    exchanges in one order.
 7. Dropout has a seed for each rank, so slices and heads have their own masks.
 8. An estimate computes the first rank's slices in a group that nobody is in. An exchange then gives memory of the same
-   size, in the time that its bytes take between ranks (``simulated_exchanges`` in ``estimation/estimate.py``).
+   size, in the time that its bytes take between ranks (``simulated_exchanges`` in ``core/costs/estimate.py``).
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
-from memsave_recipes.errors import InputError, require
-from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.models.packed_attention import (
     OTHER_LOGITS,
     DocumentLengths,
@@ -239,13 +239,8 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = parts.contiguous()
     taken = torch.empty_like(parts)
-    exchange(taken, parts, group)
-    return taken
-
-
-def exchange(taken: Tensor, parts: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give the ``parts``, (ranks, ...), to the ranks of ``group``, and take one from each."""
     dist.all_to_all_single(taken, parts, group=group)
+    return taken
 
 
 @torch.library.custom_op("memsave::exchange", mutates_args=())

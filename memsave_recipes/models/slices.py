@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from memsave_recipes.text import read_json
+from memsave_recipes.core.text import read_json
 
 ON_META = {"": "meta"}  # a ``device_map`` with which ``from_pretrained`` reads no weight
 SPREAD = 0.02  # of the numbers of stand-ins, as most models of transformers begin
@@ -66,7 +66,7 @@ def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: to
 
     ``load`` takes a ``device_map``; ``source`` is a folder or a name on the Hub. Raises ``WholeOnly`` by rule 5.
     """
-    from memsave_recipes.hub import folder_of  # needs datasets, which are of no use to a plan with adapters
+    from memsave_recipes.models.hub import folder_of  # needs datasets, which are of no use to a plan with adapters
 
     model = load(device_map=ON_META)
     stored = _stored(folder_of(source))

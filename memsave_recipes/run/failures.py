@@ -26,21 +26,22 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memsave_recipes.checkpoints import StoppedBySignal
-from memsave_recipes.errors import InputError
-from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import (
+from memsave_recipes.core.costs.memory import is_out_of_memory
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.processes import silence_c10
+from memsave_recipes.core.text import SAID, first_line, say
+from memsave_recipes.run.out_of_memory import planned_advice
+from memsave_recipes.run.verification import VerificationFailed
+from memsave_recipes.training.checkpoints import StoppedBySignal
+from memsave_recipes.training.launch.processes import (
     LOST,
     REPORT_DELAY_S,
     LostWorker,
     exit_code_of_another_rank,
     lost_worker,
     publish_exit_code,
-    silence_c10,
 )
-from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.run.out_of_memory import planned_advice
-from memsave_recipes.text import SAID, first_line, say
 from memsave_recipes.training.optimizers import NotFinite
 from memsave_recipes.training.parsing import wants_traceback
 
@@ -53,10 +54,6 @@ FAILED_VERIFICATION = 5
 GO_ON_FROM_LAST = "the last checkpoint is as it was, go on with --resume"
 PEER_IS_GONE = ("closed by peer", "reset by peer", "remote process exited")
 """In the errors of gloo's and NCCL's collectives."""
-
-
-class VerificationFailed(Exception):
-    """``--verify`` found that the plan changes the step, or no proof; all ranks know it."""
 
 
 class RunIsDone(Exception):

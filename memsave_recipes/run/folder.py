@@ -20,9 +20,21 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from memsave_recipes.activations.blocks import Block, Layer
-from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
-from memsave_recipes.checkpoints.commit import (
+from memsave_recipes.core.activations.blocks import Block, Layer
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.sharding import gathered, is_sharded
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.core.text import printable
+from memsave_recipes.models.adapters import names_in_random_base
+from memsave_recipes.models.pretrained import BASE, write_base_digest
+from memsave_recipes.models.saved import Layout, layout_of
+from memsave_recipes.run.failures import LOG, RunIsDone, write_log
+from memsave_recipes.run.memory_watch import RunSettings
+from memsave_recipes.run.report import checked_state
+from memsave_recipes.run.run_plan import RunPlan
+from memsave_recipes.run.trackers import METRICS, RunLabels, cut_back, start_trackers
+from memsave_recipes.training.checkpoints import Checkpoints, Resumed, TrainState
+from memsave_recipes.training.checkpoints.commit import (
     MANIFEST,
     TEMPORARY,
     TRASH,
@@ -32,21 +44,9 @@ from memsave_recipes.checkpoints.commit import (
     delete,
     disk_errors_as_input_error,
 )
-from memsave_recipes.checkpoints.resume import check_same_flags, committed, read_config, with_previous_choices
-from memsave_recipes.distributed import on_main_process
-from memsave_recipes.errors import InputError
-from memsave_recipes.models.adapters import names_in_random_base
-from memsave_recipes.models.pretrained import BASE, write_base_digest
-from memsave_recipes.models.saved import Layout, layout_of
-from memsave_recipes.run.failures import LOG, RunIsDone, write_log
-from memsave_recipes.run.out_of_memory import RunSettings
-from memsave_recipes.run.report import checked_state
-from memsave_recipes.run.run_plan import RunPlan
-from memsave_recipes.run.trackers import METRICS, RunLabels, cut_back, start_trackers
-from memsave_recipes.sharding import gathered, is_sharded
-from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.text import printable
-from memsave_recipes.training.launch import describe_environment
+from memsave_recipes.training.checkpoints.resume import check_same_flags, committed, read_config, with_previous_choices
+from memsave_recipes.training.launch.distributed import on_main_process
+from memsave_recipes.training.launch.start import describe_environment
 from memsave_recipes.training.parsing import flag_values
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"

@@ -9,16 +9,16 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from memsave_recipes.checkpoints import RunLock
-from memsave_recipes.checkpoints.resume import with_previous_plan
-from memsave_recipes.distributed import main_process_first
-from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import StopSignals, num_workers
+from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.sharding import ShardGroups
+from memsave_recipes.core.sharding.groups import check_precision
+from memsave_recipes.core.step.batch_layout import SampleOrder
 from memsave_recipes.run.folder import PLAN, earlier_names, print_lines
-from memsave_recipes.sharding import ShardGroups
-from memsave_recipes.sharding.groups import check_precision
-from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.checkpoints import RunLock
+from memsave_recipes.training.checkpoints.resume import with_previous_plan
+from memsave_recipes.training.launch.distributed import main_process_first
+from memsave_recipes.training.launch.processes import StopSignals, num_workers
 from memsave_recipes.training.optimizers import check_in_backward, check_offload
 from memsave_recipes.training.parsing import flag_values
 

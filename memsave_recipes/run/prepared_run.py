@@ -8,31 +8,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.streaming import leave_to_this_rank, resident_tensors, stream_of
-from memsave_recipes.distributed import on_main_process
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations.streaming import leave_to_this_rank, resident_tensors, stream_of
+from memsave_recipes.core.costs.preserve_state import preserve_state
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.step import masters_of, scale_on_host
+from memsave_recipes.core.planner.budget import can_compile
+from memsave_recipes.core.planner.search import Candidate, reduction_line
+from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.sharding import ShardGroups, is_sharded, shard
+from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.sharding.shards import reduce_once_a_step
+from memsave_recipes.core.sharding.units import joint_blocks
+from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
 from memsave_recipes.models.adapters import check_merging
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
-from memsave_recipes.planner.budget import can_compile
-from memsave_recipes.planner.search import Candidate, reduction_line
-from memsave_recipes.planner.task import Task
-from memsave_recipes.profiling.preserve_state import preserve_state
-from memsave_recipes.run.first_steps import settle_kernels, verify_plan
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.open_run import OpenRun
 from memsave_recipes.run.run_plan import choose_by_estimates, host_budget_of, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
-from memsave_recipes.sharding import ShardGroups, is_sharded, shard
-from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.sharding.shards import reduce_once_a_step
-from memsave_recipes.sharding.units import joint_blocks
-from memsave_recipes.step.batch_layout import Batch
-from memsave_recipes.step.host_step import masters_of, scale_on_host
-from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import REGIONS
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.launch import describe_float32, refuse_gradients, unused_weights
+from memsave_recipes.training.launch.distributed import on_main_process
+from memsave_recipes.training.launch.start import describe_float32, refuse_gradients, unused_weights
 from memsave_recipes.training.optimizers import (
     describe_lost_updates,
     describe_state_in_shards,

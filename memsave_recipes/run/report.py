@@ -18,17 +18,16 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Template
 from torch import Tensor, nn
 
-from memsave_recipes.errors import InputError
-from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.profiling.preserve_state import freeing_gradients, preserve_state
-from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilization_pct
-from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
-from memsave_recipes.run.out_of_memory import RunSettings
+from memsave_recipes.core.costs.memory import is_out_of_memory
+from memsave_recipes.core.costs.preserve_state import freeing_gradients, preserve_state
+from memsave_recipes.core.costs.throughput import ModelFlops, StepClock, utilization_pct
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.core.text import printable
+from memsave_recipes.run.memory_watch import MemoryWatch, RunSettings, largest_in_gib
 from memsave_recipes.run.trackers import alert, log_metrics, sync_rows, tracker_ids
-from memsave_recipes.step.batch_layout import Batch
-from memsave_recipes.text import printable
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.launch import device_name
+from memsave_recipes.training.launch.start import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
 from memsave_recipes.training.weight_average import WeightAverage
 

@@ -17,34 +17,34 @@ from typing import Any
 from accelerate.utils import set_seed
 from torch import nn
 
-from memsave_recipes.checkpoints import locked_run_folder
-from memsave_recipes.checkpoints.resume import (
-    check_same_environment,
-    check_same_flags,
-    read_earlier,
-    with_previous_choices,
-)
-from memsave_recipes.compare import compare, read_run
-from memsave_recipes.distributed import missing_ranks_end_the_run, on_main_process, require_same
-from memsave_recipes.errors import InputError
-from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.hub import check_push, push
-from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
-from memsave_recipes.render.comparison import show
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.step.settings import AUTO
+from memsave_recipes.core.text import say
+from memsave_recipes.data.fingerprint import Fingerprint
+from memsave_recipes.models.hub import check_push, push
 from memsave_recipes.run.failures import RunIsDone, describe_early_end, recorded
 from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, FINAL, check_not_done, check_run_folder, print_lines
 from memsave_recipes.run.open_run import OpenRun, RunFolder
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.trackers import alert, finish_trackers, resolve_trackers
 from memsave_recipes.run.training_run import TrainingRun
-from memsave_recipes.sharding import launched_shard
-from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.step.settings import AUTO
-from memsave_recipes.text import say
+from memsave_recipes.tools.compare import compare, read_run
+from memsave_recipes.tools.pages.comparison import show
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.launch import (
+from memsave_recipes.training.checkpoints import locked_run_folder
+from memsave_recipes.training.checkpoints.resume import (
+    check_same_environment,
+    check_same_flags,
+    read_earlier,
+    with_previous_choices,
+)
+from memsave_recipes.training.launch.distributed import missing_ranks_end_the_run, on_main_process, require_same
+from memsave_recipes.training.launch.launched_shard import launched_shard
+from memsave_recipes.training.launch.processes import StoppedBySignal, StopSignals, is_restarted
+from memsave_recipes.training.launch.start import (
     chosen_dtype,
     describe_no_gpu,
     deterministic_kernels,

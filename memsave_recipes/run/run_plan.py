@@ -22,19 +22,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from memsave_recipes.activations import plan_blocks
-from memsave_recipes.activations.streaming import host_bytes
-from memsave_recipes.distributed import on_main_process
-from memsave_recipes.errors import BUDGET_FLAG, InputError
-from memsave_recipes.estimation.targets import find_target, host_memory_rate, host_rate, target_of
-from memsave_recipes.planner.budget import (
+from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.activations.streaming import host_bytes
+from memsave_recipes.core.costs.memory import empty_cache, read_device_use
+from memsave_recipes.core.costs.targets import find_target, host_memory_rate, host_rate, target_of
+from memsave_recipes.core.errors import BUDGET_FLAG, InputError
+from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
     overheads_of_device,
     usable_bytes,
     usable_host_bytes,
 )
-from memsave_recipes.planner.savings import budget_too_small
-from memsave_recipes.planner.search import (
+from memsave_recipes.core.planner.search import (
     Candidate,
     Choice,
     HostUse,
@@ -43,7 +42,7 @@ from memsave_recipes.planner.search import (
     search,
     search_space,
 )
-from memsave_recipes.planner.task import (
+from memsave_recipes.core.planner.task import (
     Launch,
     Task,
     check_samples,
@@ -51,18 +50,20 @@ from memsave_recipes.planner.task import (
     fake_planned_model,
     layouts_of,
 )
-from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
-from memsave_recipes.plans import Plan
-from memsave_recipes.plans.plan import offloads
-from memsave_recipes.processes import describe_busy_host
-from memsave_recipes.profiling.memory import empty_cache, read_device_use
-from memsave_recipes.render.choice import show_choice
+from memsave_recipes.core.planner.trial_step import MAX_TRIALS, with_smaller_ratio
+from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.plans.plan import offloads
+from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.sharding.groups import NONE, ShardGroups
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.core.step.memory import copies_bytes, optimizer_memory
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
+from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
-from memsave_recipes.sharding.groups import NONE, ShardGroups
-from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.memory import copies_bytes, optimizer_memory
-from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
-from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to_gib
+from memsave_recipes.tools.fit.savings import budget_too_small
+from memsave_recipes.tools.pages.choice import show_choice
+from memsave_recipes.training.launch.distributed import on_main_process
+from memsave_recipes.training.launch.processes import describe_busy_host
 
 
 @dataclass(frozen=True)

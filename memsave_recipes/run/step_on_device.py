@@ -9,21 +9,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from memsave_recipes.activations import block_names, find_stacks
-from memsave_recipes.activations.micro_batches import tensors_in
-from memsave_recipes.activations.streaming import host_bytes
-from memsave_recipes.distributed import on_main_process
-from memsave_recipes.errors import BUDGET_FLAG
-from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
-from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.trial_step import Ranks, measured_together, step_bytes
-from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.profiling.preserve_state import running_blocks
-from memsave_recipes.sharding.shards import reduce_once_a_step
-from memsave_recipes.step.batch_layout import Batch, BatchLayout
-from memsave_recipes.text import ProgressBar, first_line, format_bytes
+from memsave_recipes.core.activations import block_names, find_stacks
+from memsave_recipes.core.activations.micro_batches import tensors_in
+from memsave_recipes.core.activations.streaming import host_bytes
+from memsave_recipes.core.costs.block_costs import Workload
+from memsave_recipes.core.costs.memory import is_out_of_memory
+from memsave_recipes.core.costs.preserve_state import running_blocks
+from memsave_recipes.core.errors import BUDGET_FLAG
+from memsave_recipes.core.planner.budget import plans_to_measure, workspaces_of_device
+from memsave_recipes.core.planner.search import Candidate, SearchSpace
+from memsave_recipes.core.planner.trial_step import Ranks, measured_together, step_bytes
+from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.sharding.shards import reduce_once_a_step
+from memsave_recipes.core.step.batch_layout import Batch, BatchLayout
+from memsave_recipes.core.text import first_line, format_bytes
 from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch.distributed import on_main_process
 
 
 @dataclass(frozen=True)

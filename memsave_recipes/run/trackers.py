@@ -30,9 +30,9 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers
 from accelerate.utils import patch_environment
 
-from memsave_recipes.errors import InputError
-from memsave_recipes.render.page import confusion_table
-from memsave_recipes.text import first_line, flat, say
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.text import first_line, flat, say
+from memsave_recipes.tools.pages.page import confusion_table
 
 METRICS = "metrics.jsonl"
 TRACKERS = ("trackio", "wandb", "tensorboard", "none")

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
-from memsave_recipes.checkpoints.resume import BEST
-from memsave_recipes.distributed import on_main_process
-from memsave_recipes.errors import InputError
-from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.sharding.shards import callable_in_parts
+from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.adapters import without_adapters
 from memsave_recipes.models.fused_ops import fused_in
 from memsave_recipes.models.slices import slices_of
@@ -33,12 +33,12 @@ from memsave_recipes.run.folder import (
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
 from memsave_recipes.run.trackers import alert, log_metrics
-from memsave_recipes.sharding.shards import callable_in_parts
-from memsave_recipes.step.batch_layout import Batch
-from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.checkpoints import Checkpoints, Resumed, TrainState
+from memsave_recipes.training.checkpoints.resume import BEST
 from memsave_recipes.training.evaluation import evaluation_batches
-from memsave_recipes.training.launch import check_gradients, describe_environment
+from memsave_recipes.training.launch.distributed import on_main_process
+from memsave_recipes.training.launch.start import check_gradients, describe_environment
 from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
 from memsave_recipes.training.weight_average import WeightAverage
 

@@ -10,12 +10,12 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from memsave_recipes.errors import InputError, option, require
-from memsave_recipes.exact.settings import ExactSettings
-from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.sharding.groups import FULL, NONE
-from memsave_recipes.step.settings import AUTO, OptimizerSettings
-from memsave_recipes.text import read_json
+from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.plans import BUDGET_WORDS
+from memsave_recipes.core.sharding.groups import FULL, NONE
+from memsave_recipes.core.step.settings import AUTO, OptimizerSettings
+from memsave_recipes.core.text import read_json
+from memsave_recipes.training.exact.settings import ExactSettings
 
 Schedule = Literal[
     "linear",

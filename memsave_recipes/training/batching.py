@@ -20,18 +20,18 @@ NOTE [ the exact global batch ]
    neither depends on workers or on earlier steps.
 7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
    Under ``--batchnorm global`` BatchNorm is: a rank's share is one micro-batch, which the blocks of the model cut up
-   (``exact/global_batchnorm.py``).
+   (``training/exact/global_batchnorm.py``).
 
 With ``--bitwise_topology`` the result has the same bits on any number of ranks, with dropout too:
 
 8. *Micro-batches.* Micro-batch i has the samples i * m to (i + 1) * m - 1 of the step, with m the micro-batch size, so
    its shapes and its rounding do not depend on the ranks. Padding is left out of the sums.
 9. *Sums.* Gradients are added in one tree over i, and not divided: NOTE [ the tree of sums ] in
-   ``exact/tree_sum.py``. The norm, clipping and the optimizer then see equal bits. Losses are rounded once, after an
-   exact sum over all i.
+   ``training/exact/tree_sum.py``. The norm, clipping and the optimizer then see equal bits. Losses are rounded once,
+   after an exact sum over all i.
 10. *Dropout* is seeded by (seed, step, i).
 11. *BatchNorm* joins the micro-batches of all ranks where ``--batchnorm global`` is given too. One forward then takes
-    all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``exact/lockstep.py``.
+    all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``training/exact/lockstep.py``.
 """
 
 import sys
@@ -51,10 +51,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.activations.micro_batches import WrapperTensor, inner_tensors
-from memsave_recipes.exact.tree_sum import StepSums, TreeSum, step_sums
-from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
-from memsave_recipes.step.batch_layout import (
+from memsave_recipes.core.activations.micro_batches import WrapperTensor, inner_tensors
+from memsave_recipes.core.processes import serve_parent_only
+from memsave_recipes.core.step.batch_layout import (
     Batch,
     BatchLayout,
     MicroBatchSampler,
@@ -62,6 +61,8 @@ from memsave_recipes.step.batch_layout import (
     SampleOrder,
     seed_for,
 )
+from memsave_recipes.training.exact.tree_sum import StepSums, TreeSum, step_sums
+from memsave_recipes.training.launch.processes import end_workers_at_exit
 
 
 class GlobalBatches:

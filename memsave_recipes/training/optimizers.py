@@ -38,16 +38,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from memsave_recipes.activations.streaming import stream_of, streamed_parameters
-from memsave_recipes.errors import InputError, require
-from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.sharding.tensors import is_sharded, local, whole
-from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.step.host_state import keep_state_on_host, may_leave
-from memsave_recipes.step.host_step import HostMasters, masters_of, masters_on_host, step_masters
-from memsave_recipes.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
-from memsave_recipes.step.settings import why_not_in_backward
-from memsave_recipes.step.update_rules import (
+from memsave_recipes.core.activations.streaming import stream_of, streamed_parameters
+from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.host.state import keep_state_on_host, may_leave
+from memsave_recipes.core.host.step import HostMasters, masters_of, masters_on_host, step_masters
+from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.sharding.tensors import is_sharded, local, whole
+from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.core.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
+from memsave_recipes.core.step.settings import why_not_in_backward
+from memsave_recipes.core.step.update_rules import (
     BITSANDBYTES_BLOCK,
     MIN_8BIT_NUMEL,
     MuonWithAdamW,
@@ -145,7 +145,7 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _adamw_8bit(parameters: list[dict[str, Any]], **of_adamw: Any) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
-    from memsave_recipes.step.eight_bit import AdamW8bitInParts  # optional, and slow to import
+    from memsave_recipes.core.step.eight_bit import AdamW8bitInParts  # optional, and slow to import
 
     return AdamW8bitInParts(parameters, **of_adamw)
 

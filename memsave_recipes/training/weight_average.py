@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from memsave_recipes.activations.streaming import stream_of
-from memsave_recipes.sharding.tensors import cut_like, local, locals_of
-from memsave_recipes.step.memory import averaged_tensors
+from memsave_recipes.core.activations.streaming import stream_of
+from memsave_recipes.core.sharding.tensors import cut_like, local, locals_of
+from memsave_recipes.core.step.memory import averaged_tensors
 
 
 class WeightAverage:

@@ -13,10 +13,10 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.planner.task import Launch, read_task
 from memsave_recipes.models.image_classifiers import MODELS as NETWORKS
-from memsave_recipes.planner.ladder import KnownEstimates
-from memsave_recipes.planner.task import Launch, read_task
+from memsave_recipes.tools.fit.ladder import KnownEstimates
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "will_it_fit.html"
@@ -175,7 +175,7 @@ def test_the_page_asks_for_nothing():
 
 
 def test_its_colors_are_those_of_the_other_pages():
-    other = (ROOT / "memsave_recipes/render/page.html").read_text(encoding="utf-8")
+    other = (ROOT / "memsave_recipes/tools/pages/page.html").read_text(encoding="utf-8")
     colors = re.findall(r"--[\w-]+: #\w+", TEXT.partition("</style>")[0])
     assert len(colors) > 15
     assert set(colors) <= set(re.findall(r"--[\w-]+: #\w+", other))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from memsave_recipes.cli import _parser
-from memsave_recipes.cli.request import read_request
+from memsave_recipes.tools.cli import _parser
+from memsave_recipes.tools.cli.request import read_request
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -3,8 +3,8 @@
 import pytest
 from chains import block, option
 
-from memsave_recipes.plans import Action
-from memsave_recipes.plans.chain import Chain
+from memsave_recipes.core.plans import Action
+from memsave_recipes.core.plans.chain import Chain
 
 
 def kept_and_selected(name, *, saved, selected, added_s, seconds, **sizes):

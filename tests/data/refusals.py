@@ -2,7 +2,7 @@
 
 import pytest
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 
 
 def line_of(call, *args, **options):

@@ -11,6 +11,7 @@ import pytest
 from samples import sample
 from transformers import AutoTokenizer
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.text.chat_template import (
     encode,
     end_of_turn,
@@ -20,7 +21,6 @@ from memsave_recipes.data.text.chat_template import (
 )
 from memsave_recipes.data.text.conversations import as_row
 from memsave_recipes.data.text.tokenizers import load_tokenizer
-from memsave_recipes.errors import InputError
 
 # Six templates as their models describe their formats; without ``{% generation %}`` they have to be taken apart.
 CHATML = """

@@ -6,10 +6,10 @@ import json
 import datasets
 import pytest
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.text import conversations
 from memsave_recipes.data.text.conversations import load_conversations, names_conversations
 from memsave_recipes.data.text.documents import TextArguments
-from memsave_recipes.errors import InputError
 
 USER, REPLY = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}
 SYSTEM = {"role": "system", "content": "Be brief."}

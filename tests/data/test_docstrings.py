@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.text import labelled_text
 from memsave_recipes.data.text.labelled_text import load_docstrings
-from memsave_recipes.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.losses import MULTI, REGRESSION, SINGLE
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
-from memsave_recipes.errors import InputError
-from memsave_recipes.losses import MULTI, REGRESSION, SINGLE
 
 ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]
 

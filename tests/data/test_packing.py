@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.text import tokenizers
 from memsave_recipes.data.text.chat_template import TokenizedConversations
 from memsave_recipes.data.text.packing import (
@@ -35,7 +36,6 @@ from memsave_recipes.data.text.packing import (
 )
 from memsave_recipes.data.text.rows import RowArguments
 from memsave_recipes.data.text.tokenizers import load_tokenizer, tokenize_documents
-from memsave_recipes.errors import InputError
 
 pack, pad = rows_of_documents, partial(rows_of_documents, packing=False)
 TEXTS = ["one two three\n", "four", "five six seven eight nine ten eleven twelve\n" * 4, "naïve 🙂", "a", "b c"]

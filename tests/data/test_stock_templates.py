@@ -10,9 +10,9 @@ from jinja2.exceptions import TemplateError, UndefinedError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.text.chat_template import encode, end_of_turn, tokenize_conversations
 from memsave_recipes.data.text.conversations import as_row
-from memsave_recipes.errors import InputError
 
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"

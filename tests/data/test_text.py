@@ -10,9 +10,9 @@ import huggingface_hub
 import pytest
 from refusals import line_of
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data import sources
 from memsave_recipes.data.text.documents import TextArguments, load_documents
-from memsave_recipes.errors import InputError
 
 
 def refusal(*, stream_bytes=None, **options):

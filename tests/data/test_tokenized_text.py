@@ -20,6 +20,8 @@ from transformers import (
     XLNetModel,
 )
 
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.step.batch_layout import SampleKey
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.data.text.tokenizers import (
     BOUNDARY,
@@ -29,8 +31,6 @@ from memsave_recipes.data.text.tokenizers import (
     load_text_tokenizer,
     tokenize,
 )
-from memsave_recipes.errors import InputError
-from memsave_recipes.step.batch_layout import SampleKey
 
 TEXTS = ["one", "one two three", "one two three four five six seven eight nine ten", ""]
 

@@ -15,10 +15,10 @@ from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
 )
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.text import tokenizers as ours
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.data.text.tokenizers import check_vocabulary, load_text_tokenizer, load_tokenizer
-from memsave_recipes.errors import InputError
 from memsave_recipes.models.saved import save_tokenizer
 
 TEXTS = [f"def square_{number}(x):\n    return x ** {number}  # naïve 🙂\n" for number in range(60)]

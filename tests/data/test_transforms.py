@@ -8,6 +8,7 @@ import torch
 from pictures import load, picture, refusal
 from PIL import Image
 
+from memsave_recipes.core.step.batch_layout import BatchLayout, MicroBatchSampler, SampleKey, SampleOrder
 from memsave_recipes.data.vision.augmentation import (
     AUGMENTATIONS,
     CROP,
@@ -22,7 +23,6 @@ from memsave_recipes.data.vision.augmentation import (
     transformed,
 )
 from memsave_recipes.data.vision.images import ImageDataArguments
-from memsave_recipes.step.batch_layout import BatchLayout, MicroBatchSampler, SampleKey, SampleOrder
 
 ALL = " ".join(TRANSFORMS)
 

@@ -16,11 +16,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import BitImageProcessorPil
 
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.step.batch_layout import SampleKey
 from memsave_recipes.data.vision import decoding, images
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.decoding import decode, resized
-from memsave_recipes.errors import InputError
-from memsave_recipes.step.batch_layout import SampleKey
 
 ARTICLE = AUGMENTATIONS["article"]
 

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
 
 import memsave_recipes as memsave
-from memsave_recipes.activations import offload
+from memsave_recipes.core.activations import offload
 
 LENGTH = 64
 SETTINGS = {

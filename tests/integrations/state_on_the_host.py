@@ -16,8 +16,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import memsave_recipes as memsave
+from memsave_recipes.core.host import state as host_state
+from memsave_recipes.core.host import step as host_step
 from memsave_recipes.integrations import planned_training
-from memsave_recipes.step import host_state, host_step
 
 ARGUMENTS = {**BASE, "use_cpu": False, "per_device_train_batch_size": 4, "max_steps": 4}
 SAVES = {"save_strategy": "steps", "save_steps": 2}

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import torch
 from torch import nn
 
-from memsave_recipes.profiling.preserve_state import MAX_ELEMENTS, preserve_attributes, replaced
+from memsave_recipes.core.costs.preserve_state import MAX_ELEMENTS, preserve_attributes, replaced
 
 
 class Owner(nn.Module):

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import AdamW
 
 import memsave_recipes as memsave
-from memsave_recipes.profiling.breakdown import break_down_peak
-from memsave_recipes.text import GIB, format_bytes
+from memsave_recipes.core.costs.breakdown import break_down_peak
+from memsave_recipes.core.text import GIB, format_bytes
 
 BUDGET_GIB = 0.006
 PLANS = {"none": {"strategy": "none"}, "full": {"strategy": "full"}, "budget": {"budget_gib": BUDGET_GIB}}

@@ -14,9 +14,9 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memsave_recipes as memsave
-from memsave_recipes.planner.make_plan import state_bytes_of
-from memsave_recipes.profiling.breakdown import break_down_peak
-from memsave_recipes.text import GIB
+from memsave_recipes.core.costs.breakdown import break_down_peak
+from memsave_recipes.core.planner.make_plan import state_bytes_of
+from memsave_recipes.core.text import GIB
 
 BUDGET_GIB = 0.0055
 BATCHES = [padded(rows([48] * 4).to_list()) for _ in range(5)]

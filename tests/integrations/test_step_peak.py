@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from memsave_recipes.core.plans.prediction import Prediction
+from memsave_recipes.core.text import format_bytes
 from memsave_recipes.integrations.planned_training import StepPeak
-from memsave_recipes.plans.prediction import Prediction
-from memsave_recipes.text import format_bytes
 
 MIB = 2**20
 PREDICTED = Prediction(

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import memsave_recipes as memsave
-from memsave_recipes.text import GIB
+from memsave_recipes.core.text import GIB
 
 BUDGET_GIB = 0.0055
 LENGTHS = [48] * 16

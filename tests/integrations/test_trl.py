@@ -20,7 +20,7 @@ from samples import sample
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import memsave_recipes as memsave
-from memsave_recipes.text import GIB
+from memsave_recipes.core.text import GIB
 
 SMALL = {**BASE, "per_device_train_batch_size": 4, "max_steps": 4, CHECKPOINTING: False, "max_length": 64}
 LORA = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -10,8 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
-from memsave_recipes.plans import Action
-from memsave_recipes.profiling.breakdown import break_down_peak
+from memsave_recipes.core.costs.breakdown import break_down_peak
+from memsave_recipes.core.plans import Action
 
 OLDER = not hasattr(TrainingArguments, "activation_checkpointing")  # transformers 5.17
 CHECKPOINTING = "gradient_checkpointing" if OLDER else "activation_checkpointing"

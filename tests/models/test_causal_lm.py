@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memsave_recipes import losses
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.errors import InputError
+from memsave_recipes.core import losses
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
 
 SHAPE = {

@@ -17,7 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations import apply_plan, plan_blocks
 from memsave_recipes.models.fused_ops import FusedRMSNorm, fuse_operators, fused_in, not_fused_in
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 

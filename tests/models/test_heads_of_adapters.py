@@ -17,7 +17,7 @@ from zoo.batches import batch_of
 from zoo.heads import CLASSIFIER, LORA, NOT_BUILT, base_without_head, changed, load, logits
 from zoo.tiny import tiny_config
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.adapters import (
     add_lora,
     check_merging,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.image_classifiers import MODELS, check_image_size, load_weights
 
 # From torchvision's documentation of its weights (https://pytorch.org/vision/stable/models.html), 1000 classes.

@@ -10,10 +10,12 @@ from packed_rows import LENGTHS, NAMES, SHARED_KEYS, by_document, causal_model, 
 from samples import sample
 from workloads import estimate_on_target, peak_bytes, workload_of
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import fake_batch, fake_model
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.costs.estimate import fake_batch, fake_model
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans import plan_for
+from memsave_recipes.core.plans.simulate import simulate
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import (
     attend_by_document,
@@ -21,8 +23,6 @@ from memsave_recipes.models.packed_attention import (
     attention_by_document,
     set_packed_attention,
 )
-from memsave_recipes.plans import plan_for
-from memsave_recipes.plans.simulate import simulate
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])

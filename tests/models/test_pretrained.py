@@ -15,7 +15,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.pretrained import (
     TransformerArguments,
     build_text_classifier,

@@ -27,8 +27,8 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.vision.augmentation import to_pixel_values
-from memsave_recipes.errors import InputError
 from memsave_recipes.models import image_classifiers, load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
 from memsave_recipes.models.pretrained import open_image_processor

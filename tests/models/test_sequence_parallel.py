@@ -11,12 +11,12 @@ import torch.distributed as dist
 from packed_rows import causal_model, gradients_of, packed, random_documents
 from torch._dynamo.utils import counters
 
-from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.costs.memory import SavedTensors
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models import packed_attention, sequence_parallel
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.sequence_parallel import SequenceGroup
-from memsave_recipes.profiling.memory import SavedTensors
 
 ODD = ((20, 10, 1), (5, 26))  # rows that neither 2 nor 4 ranks divide
 TWO_WAYS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}

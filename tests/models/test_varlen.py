@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import estimate_on_target, workload_of
 
-from memsave_recipes.activations import plan_blocks
-from memsave_recipes.estimation.estimate import cuda_kernels, fake_batch, fake_model
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.costs.estimate import cuda_kernels, fake_batch, fake_model
+from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.models import packed_attention
 from memsave_recipes.models.causal_lm import CausalLMLoss
 

@@ -19,16 +19,16 @@ from workloads import workload_of
 from zoo.batches import IMAGES
 from zoo.heads import base_without_head, changed, load, logits
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.errors import InputError
-from memsave_recipes.exact.global_batchnorm import global_batchnorm
+from memsave_recipes.core.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.core.costs.block_costs import measure
+from memsave_recipes.core.costs.trace_events import DeviceInstruments
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans import Action, Plan, Span, plan_for
+from memsave_recipes.core.plans.simulate import simulate, timeline
 from memsave_recipes.models.adapters import check_merging, load_adapters, merged
 from memsave_recipes.models.image_classifiers import MODELS, train_part_of_images
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, TrainedPartArguments, train_part
-from memsave_recipes.plans import Action, Plan, Span, plan_for
-from memsave_recipes.plans.simulate import simulate, timeline
-from memsave_recipes.profiling.block_costs import measure
-from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.training.exact.global_batchnorm import global_batchnorm
 
 LAYERS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import memsave_recipes as memsave
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 
 STRATEGIES = ("full", "segments:2", "nested:1", "selective")
 PLAIN, TORCH = "plain", "torch"

@@ -8,7 +8,7 @@ import pytest
 from peer_suites import page
 from peer_suites.adapter import AS_TORCH, BETTER, DIFFERS, LOUD, RAISES, REFUSED, SAME, verdict_of
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from memsave_recipes.checkpoints import Checkpoints
 from memsave_recipes.data.vision import images
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.training.checkpoints import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``fuzzing``
 from lives import Killed, be_rank, loaded

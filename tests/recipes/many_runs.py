@@ -27,18 +27,19 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "recipes")]
 from lives import Killed, loaded  # noqa: E402
 from step_waits import waits_of_a_step  # noqa: E402
 
-from memsave_recipes.activations import offload  # noqa: E402
-from memsave_recipes.checkpoints import (  # noqa: E402
+from memsave_recipes.core.activations import offload  # noqa: E402
+from memsave_recipes.core.host import state as host_state  # noqa: E402
+from memsave_recipes.core.host import step as host_step  # noqa: E402
+from memsave_recipes.core.host.state import StateOnHost  # noqa: E402
+from memsave_recipes.core.host.step import HostMasters  # noqa: E402
+from memsave_recipes.core.sharding.tensors import local  # noqa: E402
+from memsave_recipes.training.checkpoints import (  # noqa: E402
     Checkpoints,
     TrainState,
     state,
 )
-from memsave_recipes.checkpoints.shard_files import read_shards  # noqa: E402
-from memsave_recipes.checkpoints.state import RankState, Record  # noqa: E402
-from memsave_recipes.sharding.tensors import local  # noqa: E402
-from memsave_recipes.step import host_state, host_step  # noqa: E402
-from memsave_recipes.step.host_state import StateOnHost  # noqa: E402
-from memsave_recipes.step.host_step import HostMasters  # noqa: E402
+from memsave_recipes.training.checkpoints.shard_files import read_shards  # noqa: E402
+from memsave_recipes.training.checkpoints.state import RankState, Record  # noqa: E402
 
 ENDS_AFTER = 2
 _meetings = itertools.count()

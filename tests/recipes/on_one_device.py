@@ -22,7 +22,7 @@ import text_classification  # noqa: E402
 from lives import FLAGS  # noqa: E402
 from step_waits import by_line, waits_of_a_step  # noqa: E402
 
-from memsave_recipes.checkpoints.state import RankState  # noqa: E402
+from memsave_recipes.training.checkpoints.state import RankState  # noqa: E402
 
 DECODER = ["--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
 RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, language_modeling, text_classification)]

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from memsave_recipes import distributed
 from memsave_recipes.run.training_run import TrainingRun
+from memsave_recipes.training.launch import distributed
 
 STEP = 4
 

@@ -11,12 +11,12 @@ import pytest
 from lives import FLAGS, TINY_VIT, assert_the_same_bits, assert_the_same_weights, share_of, with_context
 from samples import sample
 
-from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
-from memsave_recipes.errors import InputError
-from memsave_recipes.exact.batch_layouts import IndexedLayout
-from memsave_recipes.plans import plan_for
-from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans import plan_for
+from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import RecipeArguments
+from memsave_recipes.training.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
+from memsave_recipes.training.exact.batch_layouts import IndexedLayout
 
 RECIPE = "image_classification"
 BITS = ["--bitwise_topology", "--micro_batch_size"]

@@ -11,12 +11,12 @@ from lives import curve, scratch, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from memsave_recipes.core.text import SAID
 from memsave_recipes.data.text.chat_template import encode, set_chat_template
 from memsave_recipes.data.text.conversations import load_conversations
 from memsave_recipes.data.text.documents import TextArguments
 from memsave_recipes.data.text.rows import RowArguments, load_rows
 from memsave_recipes.data.text.tokenizers import load_tokenizer
-from memsave_recipes.text import SAID
 
 RECIPE = "language_modeling"
 TOY_LOSS = 5.25  # three seeds: 5.12, 5.10, 5.04; untrained 7.64

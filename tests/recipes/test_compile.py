@@ -7,7 +7,7 @@ import torch
 from lives import FLAGS, assert_the_same_weights, curve, scratch, with_context
 from torch._dynamo.utils import counters
 
-from memsave_recipes.planner.task import Task
+from memsave_recipes.core.planner.task import Task
 from memsave_recipes.run import prepared_run
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.training.arguments import RecipeArguments

@@ -122,7 +122,7 @@ def test_bad_data_costs_no_earlier_run(line_of, fault, tmp_path):
     indirect=["recipe"],
 )
 def test_a_hub_out_of_reach_is_asked_once(line_of, named, monkeypatch, tmp_path):
-    """Also for what tests/test_hub.py loads besides."""
+    """Also for what tests/models/test_hub.py loads besides."""
     with hub_stand_in(monkeypatch, tmp_path) as serve:
         hub = serve(503)
         line = line_of(*named)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 
 RECIPE = "ddp_equals_accumulation"
 SHORT = ["--global_batch_size", "7", "--max_steps", "2"]

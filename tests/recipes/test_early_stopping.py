@@ -8,8 +8,8 @@ import torch
 from lives import IMAGES, assert_the_same_run, rows_of, weights_of
 from samples import sample
 
-from memsave_recipes.checkpoints.commit import verify_manifest
-from memsave_recipes.compare import read_run
+from memsave_recipes.tools.compare import read_run
+from memsave_recipes.training.checkpoints.commit import verify_manifest
 
 RECIPE = "image_classification"
 STUCK = [*IMAGES, "--learning_rate", "0", "--eval_steps", "2", "--early_stopping_patience", "2"]

@@ -35,8 +35,8 @@ from pathlib import Path
 import psutil
 sys.path.insert(0, {recipes!r})
 import language_modeling
-from memsave_recipes.checkpoints import Checkpoints
-from memsave_recipes.recipe import run_recipe
+from memsave_recipes.training.checkpoints import Checkpoints
+from memsave_recipes.run.recipe import run_recipe
 
 after_step = Checkpoints.after_step
 noted = Path({folder!r}, {listening!r})
@@ -88,7 +88,7 @@ class Launch:
         script = folder.with_name(f"{folder.name}-{lost}.py")
         places = {"recipes": str(ROOT / "recipes"), "folder": str(folder.parent)}
         script.write_text(LOSING.format(**places, listening=f"{folder.name}-{LISTENING}", lost=lost, whole=whole))
-        words = [*namespace, sys.executable, "-m", "memsave_recipes.cli", "launch"]
+        words = [*namespace, sys.executable, "-m", "memsave_recipes.tools.cli", "launch"]
         words += ["--config_file", ROOT / "accelerate_configs" / config, *of_launch, script, *FLAGS, *flags]
         self.process = subprocess.Popen(
             [str(word) for word in [*words, "--output_dir", folder]],

@@ -12,10 +12,10 @@ from ends_of_ranks import ends_of
 from lives import loaded
 from memory_budget import Budget
 
-from memsave_recipes.checkpoints import saver
-from memsave_recipes.checkpoints.resume import find_newest
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.checkpoints import saver
+from memsave_recipes.training.checkpoints.resume import find_newest
 
 RECIPE = "image_classification"
 SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "6", "--logging_steps", "6"]

@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from memsave_recipes import estimate
-from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.data.vision.decoding import decode
 from memsave_recipes.data.vision.images import ImageDataArguments, read_images
-from memsave_recipes.inference import PredictArguments, predict, read_inputs
 from memsave_recipes.models import load
+from memsave_recipes.tools.inference import PredictArguments, predict, read_inputs
+from memsave_recipes.training.checkpoints.commit import verify_manifest
 
 RECIPE = "image_classification"
 VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=4"

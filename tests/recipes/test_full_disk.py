@@ -9,11 +9,11 @@ from collections import namedtuple
 import pytest
 from lives import FLAGS, IMAGES, assert_the_same_run
 
-from memsave_recipes.checkpoints.commit import verify_manifest
-from memsave_recipes.checkpoints.resume import find_newest
-from memsave_recipes.checkpoints.state import RankState
 from memsave_recipes.run import folder as folder_module
 from memsave_recipes.run import training_run
+from memsave_recipes.training.checkpoints.commit import verify_manifest
+from memsave_recipes.training.checkpoints.resume import find_newest
+from memsave_recipes.training.checkpoints.state import RankState
 
 RECIPES = list(FLAGS)
 ROOM = 1000

@@ -9,7 +9,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.parsing import ELSEWHERE, FIRST, SELDOM, parse_arguments
 

@@ -54,7 +54,7 @@ def test_launched_and_told_to_stop(tmp_path):
 
 KILLED_AT_7 = """
 import os, signal, sys
-from memsave_recipes.checkpoints import Checkpoints
+from memsave_recipes.training.checkpoints import Checkpoints
 sys.path.insert(0, {recipes!r})
 import image_classification
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from lives import IMAGES
 
-from memsave_recipes.compare import compare, read_run
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.run import folder as run_folder
+from memsave_recipes.tools.compare import compare, read_run
 from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.parsing import parse_arguments
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from samples import sample
 
-from memsave_recipes.checkpoints.saver import Checkpoints, _Writing
 from memsave_recipes.data.vision.images import ImageDataset
 from memsave_recipes.run.failures import NOT_FINITE
 from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.checkpoints.saver import Checkpoints, _Writing
 
 RECIPE = "image_classification"
 SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "6", "--logging_steps", "6"]

@@ -12,8 +12,8 @@ from lives import FLAGS, assert_the_same_run, assert_the_same_weights, rows_of
 from samples import sample
 from torch.overrides import _len_torch_function_stack
 
-from memsave_recipes.profiling.breakdown import MemoryBreakdown, PeakOfStep
-from memsave_recipes.run import first_steps
+from memsave_recipes.core.costs.breakdown import MemoryBreakdown, PeakOfStep
+from memsave_recipes.run import memory_watch
 from memsave_recipes.run.report import RunReport
 
 RECIPE = "image_classification"
@@ -49,8 +49,8 @@ def train_unobserved(train):
     def run(*flags, output):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunReport, "count_flops", lambda *_: None)
-            patch.setattr(first_steps, "break_down_peak", lambda *_: nullcontext(PeakOfStep(MemoryBreakdown())))
-            patch.setattr(first_steps.ForwardMeter, "__enter__", lambda self: self)
+            patch.setattr(memory_watch, "break_down_peak", lambda *_: nullcontext(PeakOfStep(MemoryBreakdown())))
+            patch.setattr(memory_watch.ForwardMeter, "__enter__", lambda self: self)
             return train(*flags, output=output)
 
     return run

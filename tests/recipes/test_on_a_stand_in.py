@@ -110,7 +110,7 @@ def test_ddp_equals_accumulation_bit_for_bit(on_devices, tmp_path):
 
 
 # In a step of 4 micro-batches, with language modeling of 2. A line more is a step that became slower on every GPU.
-ADDED = "synchronize event: step/host_step.py "  # by a thread, of each gradient of the second micro-batch
+ADDED = "synchronize event: core/host/step.py "  # by a thread, of each gradient of the second micro-batch
 GRADIENTS = f"{ADDED}_check"  # before the norm, and before the step
 WAITS = {
     "image_classification": {},
@@ -127,7 +127,7 @@ WAITS = {
     },
     "state on the host": {},
     **{name: {GRADIENTS: 2, f"{ADDED}_add": 28} for name in ("step on the host", "weights on the host")},
-    "a copy of a checkpoint": {"synchronize stream: step/host_state.py copies_on_host": 1},
+    "a copy of a checkpoint": {"synchronize stream: core/host/state.py copies_on_host": 1},
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lives import curve, scratch, write_rows
 
-from memsave_recipes.checkpoints.resume import LATER, check_same_flags
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.training.checkpoints.resume import LATER, check_same_flags
 
 RECIPE = "language_modeling"
 BY_DOCUMENT = "packed rows: attention by document, without masks"

@@ -8,11 +8,13 @@ from lives import IMAGES, LENGTH, TEXT, end_of, launch, loaded, scratch, with_co
 from samples import sample
 from torch import Tensor
 
-from memsave_recipes.activations.offload import SideStream
-from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner.budget import WORKSPACES, overheads_of_target
-from memsave_recipes.step import host_state, host_step, memory
-from memsave_recipes.text import GIB
+from memsave_recipes.core.activations.offload import SideStream
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.host import state as host_state
+from memsave_recipes.core.host import step as host_step
+from memsave_recipes.core.planner.budget import WORKSPACES, overheads_of_target
+from memsave_recipes.core.step import memory
+from memsave_recipes.core.text import GIB
 from memsave_recipes.training import optimizers
 
 CARD = "a100"  # at whose rates an unknown device is planned for

@@ -9,10 +9,10 @@ import pytest
 from lives import FLAGS, IMAGES, assert_the_same_run, rows_of
 from samples import sample
 
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
-from memsave_recipes.checkpoints.resume import find_newest
-from memsave_recipes.processes import EXIT_CODES
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.training.checkpoints import Checkpoints, StoppedBySignal
+from memsave_recipes.training.checkpoints.resume import find_newest
+from memsave_recipes.training.launch.processes import EXIT_CODES
 
 RECIPE = "image_classification"
 

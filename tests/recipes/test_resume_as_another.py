@@ -7,11 +7,11 @@ from importlib.metadata import version
 import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
 
-from memsave_recipes.checkpoints.commit import write_manifest
-from memsave_recipes.checkpoints.resume import check_same_flags, with_previous_choices
 from memsave_recipes.models.pretrained import TransformerArguments
 from memsave_recipes.run import prepared_run
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.training.checkpoints.commit import write_manifest
+from memsave_recipes.training.checkpoints.resume import check_same_flags, with_previous_choices
 
 RECIPE = "image_classification"
 

@@ -10,7 +10,7 @@ import pytest
 from lives import rows_of, write_rows
 from PIL import Image
 
-from memsave_recipes.checkpoints.commit import write_manifest
+from memsave_recipes.training.checkpoints.commit import write_manifest
 
 RECIPES = ["image_classification", "language_modeling", "text_classification"]
 SHORT = ["--global_batch_size", "4", "--max_steps", "6", "--logging_steps", "2", "--eval_steps", "3"]

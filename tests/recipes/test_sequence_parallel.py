@@ -13,9 +13,9 @@ from lives import assert_the_same_weights, be_rank, curve
 from samples import sample
 from shared_rows import SHARED, flags_of_data, of
 
-from memsave_recipes import distributed
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
-from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.training.checkpoints import Checkpoints, StoppedBySignal
+from memsave_recipes.training.checkpoints.resume import find_newest
+from memsave_recipes.training.launch import distributed
 
 RECIPE = "language_modeling"
 

@@ -13,7 +13,7 @@ import pytest
 from lives import ROOT, assert_the_same_weights, curve, environment_of, results_of, weights_of
 from shared_rows import SHAPES, SHARED, flags_of_data, of
 
-from memsave_recipes.plans import Action, Plan, Span
+from memsave_recipes.core.plans import Action, Plan, Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -14,10 +14,10 @@ import pytest
 from lives import FLAGS, Killed, assert_the_same_run, assert_the_same_weights, rows_of
 from samples import sample
 
-from memsave_recipes import distributed
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
-from memsave_recipes.checkpoints.resume import committed
 from memsave_recipes.run import training_run
+from memsave_recipes.training.checkpoints import Checkpoints, StoppedBySignal
+from memsave_recipes.training.checkpoints.resume import committed
+from memsave_recipes.training.launch import distributed
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 for name in FLAGS:

@@ -12,8 +12,8 @@ from samples import sample
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
-from memsave_recipes.activations import spans
-from memsave_recipes.plans import Action
+from memsave_recipes.core.activations import spans
+from memsave_recipes.core.plans import Action
 from memsave_recipes.run.failures import run_recipe
 
 SHORT = ["--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "2", "--report_to", "none"]
@@ -112,7 +112,7 @@ def test_no_memory_for_the_plain_run(main, monkeypatch, capsys):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand so on")
 
-    monkeypatch.setattr("memsave_recipes.run.first_steps.verify", exhausted)
+    monkeypatch.setattr("memsave_recipes.run.verification.verify", exhausted)
     with pytest.raises(SystemExit) as end:
         run_recipe(partial(main, "image_classification", "--activation_checkpointing", "full", "--verify"))
     assert end.value.code == 3

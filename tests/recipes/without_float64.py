@@ -15,8 +15,8 @@ sys.path.append(str(ROOT / "tests"))
 
 from lives import FLAGS, loaded  # noqa: E402
 
+from memsave_recipes.core.host import state as host_state  # noqa: E402
 from memsave_recipes.run.training_run import TrainingRun  # noqa: E402
-from memsave_recipes.step import host_state  # noqa: E402
 
 FEW = ["--max_steps", "3", "--logging_steps", "1", "--eval_steps", "2", "--save_every", "2", "--report_to", "none"]
 MORE = {

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner import task as task_module
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.planner import task as task_module
+from memsave_recipes.core.text import MIB
 from memsave_recipes.run import failures
 from memsave_recipes.run.out_of_memory import planned_advice
-from memsave_recipes.text import MIB
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "image_classification.py"
 FLAGS = ["--model", "vgg_small", "--augmentation", "none", "--global_batch_size", "16", "--output_dir", "out"]

@@ -11,10 +11,10 @@ import pytest
 from accelerate.state import AcceleratorState
 from rich.text import Text
 
-from memsave_recipes.render import new_table, show_all
+from memsave_recipes.core.text import say
 from memsave_recipes.run.failures import recorded, write_log
-from memsave_recipes.text import say
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.tools.pages import new_table, show_all
+from memsave_recipes.training.launch.start import start_accelerator
 
 
 class Terminal(io.StringIO):

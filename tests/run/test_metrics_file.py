@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.run import trackers
 from memsave_recipes.run.trackers import MetricsFile, cut_back
 

@@ -14,7 +14,7 @@ import yaml
 from lives import loaded
 from wandb.wandb_agent import Agent
 
-from memsave_recipes.cli import main
+from memsave_recipes.tools.cli import main
 from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[2]

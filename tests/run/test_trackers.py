@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.run import trackers
 from memsave_recipes.run.trackers import (
     RunLabels,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import three_steps
 
-from memsave_recipes.render.page import confusion_table
+from memsave_recipes.tools.pages.page import confusion_table
 
 KEY = "k" * 40
 STARTS_WITHIN_S, ENDS_WITHIN_S = 20, 30

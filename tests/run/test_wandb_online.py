@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import three_steps
 
-from memsave_recipes.render.page import confusion_table
+from memsave_recipes.tools.pages.page import confusion_table
 
 ROOT = Path(__file__).parents[2]
 KEY = "k" * 40

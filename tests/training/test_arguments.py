@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RecipeArguments, RunArguments
 from memsave_recipes.training.parsing import FIRST, SELDOM, parse_arguments, underscored
 

@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.losses import IGNORED_LABEL, MULTI, REGRESSION, LabelLoss, ProblemType, label_of
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
+from memsave_recipes.core.losses import IGNORED_LABEL, MULTI, REGRESSION, LabelLoss, ProblemType, label_of
+from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches, gather_counted

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.step.update_rules import MuonWithAdamW, StochasticAdamW
+from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.core.step.update_rules import MuonWithAdamW, StochasticAdamW
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, StepLosses
 

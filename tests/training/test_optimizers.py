@@ -13,10 +13,10 @@ from torch.optim import SGD
 from transformers import get_scheduler
 from workloads import peak_bytes
 
-from memsave_recipes.errors import InputError
-from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.memory import clipping_bytes, counters_bytes, update_bytes
-from memsave_recipes.step.memory import state_bytes as known_state_bytes
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.core.step.memory import clipping_bytes, counters_bytes, update_bytes
+from memsave_recipes.core.step.memory import state_bytes as known_state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments, Schedule
 from memsave_recipes.training.optimizers import (
     check_in_backward,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from memsave_recipes import processes
-from memsave_recipes.processes import lost_worker, num_workers
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import make_loader
+from memsave_recipes.training.launch import processes
+from memsave_recipes.training.launch.processes import lost_worker, num_workers
 
 LEFT = """
 import multiprocessing

@@ -1,7 +1,7 @@
 """The graphs that torch compiles for a card that is not there, and the kernels of each: names, bytes, machine code.
 
 Autograd's engine asks a driver for the streams of a device. So graphs are traced on the host, from fake tensors and
-with the project's emulation of CUDA's kernels (``estimation/estimate.py``), and each is put on the card before inductor
+with the project's emulation of CUDA's kernels (``core/costs/estimate.py``), and each is put on the card before inductor
 lowers it. All between is torch's own: dynamo, AOTAutograd, inductor's passes, the partition by the ratio. Compiled code
 returns tensors of the right forms, and runs nothing.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from triton_kernels.card import Card, absent_card
 
-from memsave_recipes.estimation.estimate import cuda_kernels
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.core.costs.estimate import cuda_kernels
+from memsave_recipes.core.costs.targets import find_target
 
 HOST = torch.device("cpu")
 CARD = torch.device("cuda", 0)

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from triton_kernels.card import CARDS, compile_kernel
 from triton_kernels.graphs import CompiledGraph, compiling_for
 
-from memsave_recipes.activations import find_stacks
-from memsave_recipes.activations.block_state import is_cache
-from memsave_recipes.activations.blocks import CalledLayers
-from memsave_recipes.activations.compiled import Region
-from memsave_recipes.estimation.estimate import cuda_kernels, fake_batch
-from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner.task import fake_planned_model, read_task
+from memsave_recipes.core.activations import find_stacks
+from memsave_recipes.core.activations.block_state import is_cache
+from memsave_recipes.core.activations.blocks import CalledLayers
+from memsave_recipes.core.activations.compiled import Region
+from memsave_recipes.core.costs.estimate import cuda_kernels, fake_batch
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.planner.task import fake_planned_model, read_task
 
 HOST = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

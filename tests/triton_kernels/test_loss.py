@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from triton_kernels.graphs import compiling_for  # noqa: E402
 from triton_kernels.layers import LOWERED_FOR, autocast, machine_code  # noqa: E402
 
-from memsave_recipes import losses  # noqa: E402
+from memsave_recipes.core import losses  # noqa: E402
 
 ROWS, WIDTH = 4096, 64
 LOGIT = 2  # bytes in bfloat16

@@ -11,8 +11,9 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import memsave_recipes
-from memsave_recipes import cli, processes
 from memsave_recipes.run.training_run import TrainingRun
+from memsave_recipes.tools import cli
+from memsave_recipes.training.launch import processes
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 PLAN = "plan image_classification --model vgg_small --memory_budget_gib 0.05 --target cpu --micro_batch_size 8"

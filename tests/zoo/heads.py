@@ -32,7 +32,7 @@ from zoo.matrix import import_in_advance, is_named, rows_of, shortened
 from zoo.steps import IDENTICAL
 from zoo.tiny import tiny_config
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.image_classifiers import train_part_of_images
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from zoo.architectures import Model, mean_loss
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.errors import InputError
-from memsave_recipes.planner import StaticMemory, make_plan
-from memsave_recipes.planner.budget import forecast, least_memory, plans_to_measure
-from memsave_recipes.plans import Action, Plan
-from memsave_recipes.profiling.block_costs import Workload, measure
-from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.core.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.core.costs.block_costs import Workload, measure
+from memsave_recipes.core.costs.trace_events import DeviceInstruments
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner import StaticMemory, make_plan
+from memsave_recipes.core.planner.budget import forecast, least_memory, plans_to_measure
+from memsave_recipes.core.plans import Action, Plan
 
 IDENTICAL = "identical"
 NO_EFFECT = "no effect"

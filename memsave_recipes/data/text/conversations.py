@@ -17,6 +17,9 @@ import datasets
 import numpy as np
 from datasets import Features, Value
 
+from memsave_recipes.core.errors import InputError, is_text
+from memsave_recipes.core.text import join_names, read_json
+from memsave_recipes.data.fingerprint import digest_of
 from memsave_recipes.data.sources import (
     NOTED,
     Splits,
@@ -43,9 +46,6 @@ from memsave_recipes.data.text.documents import (
     TextSplits,
     check_sources,
 )
-from memsave_recipes.errors import InputError, is_text
-from memsave_recipes.fingerprint import digest_of
-from memsave_recipes.text import join_names, read_json
 
 LIBRARIES = ("python", "numpy")
 MAX_WORDS = 40  # of an answer of the toy set

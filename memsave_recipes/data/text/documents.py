@@ -28,6 +28,8 @@ import datasets
 import numpy as np
 from datasets import Features, Value
 
+from memsave_recipes.core.errors import InputError, is_text, option, require
+from memsave_recipes.core.text import first_of, join_names
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (
     HELD_OUT,
@@ -49,9 +51,7 @@ from memsave_recipes.data.sources import (
     rows_of,
     with_text,
 )
-from memsave_recipes.errors import InputError, is_text, option, require
-from memsave_recipes.hub import loading_by_name
-from memsave_recipes.text import first_of, join_names
+from memsave_recipes.models.hub import loading_by_name
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"

@@ -25,7 +25,11 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
+from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.losses import MULTI, REGRESSION, SINGLE, ProblemType
+from memsave_recipes.core.text import first_of, join_names, read_json
 from memsave_recipes.data import MAX_NAMED, in_classes_of_model
+from memsave_recipes.data.fingerprint import digest_of
 from memsave_recipes.data.sources import (
     VALIDATION_FRACTION,
     Splits,
@@ -43,11 +47,7 @@ from memsave_recipes.data.sources import (
     source_folder,
     with_text,
 )
-from memsave_recipes.errors import InputError, option, require
-from memsave_recipes.fingerprint import digest_of
-from memsave_recipes.hub import loading_by_name
-from memsave_recipes.losses import MULTI, REGRESSION, SINGLE, ProblemType
-from memsave_recipes.text import first_of, join_names, read_json
+from memsave_recipes.models.hub import loading_by_name
 
 BUILT_IN = "docstrings"
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}

@@ -33,10 +33,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.data.text.chat_template import TokenizedConversations
 from memsave_recipes.data.text.tokenizers import TokenLine, tokenize_documents
-from memsave_recipes.errors import InputError
-from memsave_recipes.losses import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 

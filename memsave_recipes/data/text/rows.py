@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.text import printable_lines, say
+from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.text.chat_template import (
     CHATML_TOKENS,
     ChatArguments,
@@ -18,9 +21,6 @@ from memsave_recipes.data.text.conversations import Conversation, load_conversat
 from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
 from memsave_recipes.data.text.packing import Rows, rows_of_conversations, rows_of_documents
 from memsave_recipes.data.text.tokenizers import digest_of_tokenizer, load_tokenizer
-from memsave_recipes.errors import InputError, option, require
-from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.text import printable_lines, say
 
 PROMPT_CHARACTERS = 100
 SHOWN_RUNS, SHOWN_CHARACTERS = 24, 200  # of --show_labels, and in each run of tokens

@@ -37,14 +37,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.losses import label_of
+from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.data.sources import LONG_BYTES, generated, progress_bars
 from memsave_recipes.data.text.documents import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
-from memsave_recipes.errors import InputError
-from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
-from memsave_recipes.hub import loading_by_name, open_tokenizer
-from memsave_recipes.losses import label_of
-from memsave_recipes.text import ProgressBar
+from memsave_recipes.models.hub import loading_by_name, open_tokenizer
 
 CHUNK_CHARACTERS = 2**18
 DOCUMENTS_AT_ONCE = 64

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from memsave_recipes.errors import packages_of
+from memsave_recipes.core.errors import packages_of
 
 with packages_of("vision", "images"):
     from kornia.geometry.transform import warp_affine

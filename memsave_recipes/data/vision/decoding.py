@@ -24,6 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memsave_recipes.core.errors import InputError, packages_of
+from memsave_recipes.core.losses import label_of
+from memsave_recipes.core.text import first_line, first_of
+from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 from memsave_recipes.data.sources import LONG_BYTES, Splits, of_each, progress_bars
 from memsave_recipes.data.vision.augmentation import (
     CROP,
@@ -36,10 +40,6 @@ from memsave_recipes.data.vision.augmentation import (
     transformed,
 )
 from memsave_recipes.data.vision.image_folder import file_state, readable
-from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
-from memsave_recipes.losses import label_of
-from memsave_recipes.text import first_line, first_of
 
 with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError

@@ -15,6 +15,8 @@ from pathlib import Path
 import datasets
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
+from memsave_recipes.core.errors import InputError, is_text, packages_of
+from memsave_recipes.core.text import first_of
 from memsave_recipes.data.sources import (
     SPLIT_NAMES,
     Splits,
@@ -23,8 +25,6 @@ from memsave_recipes.data.sources import (
     of_left_out,
     progress_bars,
 )
-from memsave_recipes.errors import InputError, is_text, packages_of
-from memsave_recipes.text import first_of
 
 with packages_of("vision", "images"):
     from PIL import Image

@@ -11,7 +11,11 @@ from typing import Any
 import datasets
 import numpy as np
 
+from memsave_recipes.core.errors import InputError, option, packages_of, require
+from memsave_recipes.core.losses import MULTI, SINGLE, ProblemType
+from memsave_recipes.core.text import first_of, join_names, printable
 from memsave_recipes.data import in_classes_of_model
+from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.sources import (
     VALIDATION_FRACTION,
     Splits,
@@ -36,11 +40,7 @@ from memsave_recipes.data.vision.decoding import (
     without_broken,
 )
 from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, read_folder
-from memsave_recipes.errors import InputError, option, packages_of, require
-from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.hub import loading_by_name
-from memsave_recipes.losses import MULTI, SINGLE, ProblemType
-from memsave_recipes.text import first_of, join_names, printable
+from memsave_recipes.models.hub import loading_by_name
 
 DIGITS_SIZE, PHOTOGRAPH_SIZE = 32, 224
 MAX_CLASSES_NAMED = 12

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare import Run
+from memsave_recipes.tools.compare import Run
 
 GIB = 1024**3
 ENVIRONMENT = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare import Run
+from memsave_recipes.tools.compare import Run
 
 GIB = 1024**3
 COMMITTED = Path(__file__).parents[3] / "docs/results/rows"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from memsave_recipes.cli import main as memsave
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.tools.cli import main as memsave
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 NAMES = ("image_classification", "language_modeling", "text_classification", "ddp_equals_accumulation")
@@ -21,8 +21,8 @@ MOST_BYTES = 4 * 1024**3  # more than that a program may not take, so that what 
 
 WHEN_NEEDED = (  # what programs import only then
     *(
-        "memsave_recipes.render.frontier",
-        "memsave_recipes.cli.request",
+        "memsave_recipes.tools.pages.frontier",
+        "memsave_recipes.tools.cli.request",
         "peft",
         "rich._emoji_codes",
         "sklearn.datasets",

@@ -1,0 +1,198 @@
+"""Compile the layers that a model repeats, once for all of them, with a budget for the tensors that each saves.
+
+Regional compilation (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html) takes seconds where a whole
+model takes a minute. Inside the compiled layer torch's partitioner chooses tensors to save and to recompute so that
+a given part of the bytes is enough (``torch._functorch.config.activation_memory_budget``: 1 is the fastest
+backward, 0 saves the layer's inputs only). Fused kernels round at other places than the eager layer, so gradients are
+equal within rounding, not bit for bit.
+
+NOTE [ one graph, one ratio ]
+1. torch reads the ratio while it makes a graph, and none of a graph's guards knows it: the same code under another
+   ratio would go on with the first one's graphs. Graphs belong to a code object, so every plan has one of its own. Its
+   name is its own too, because torch stores its knowledge of dynamic shapes under the name of the code. A second
+   plan with the same ratio finds its kernels in torch's cache on disk, in less than a second.
+2. A graph is made in the first call, and more of them in later calls: for other kinds of layers of a model, for a
+   micro-batch of another size (the second size makes one for all sizes), for a single sample. So the settings hold
+   around every call, and nowhere else.
+3. ``optimize_ddp`` would cut a layer where DDP's buckets end, and each piece would have a budget of its own.
+4. torch gives up after 8 graphs of one code and runs the eager layer, with the eager layer's memory. Here it may be
+   ``MAX_GRAPHS``, and a layer that cannot be compiled as one graph is an error.
+5. An observer that sees every operation (a ``TorchDispatchMode``: FLOP counters, memory trackers) sees nothing inside a
+   compiled layer, and torch would run the eager one for it, with the eager one's memory. Here it sees the layer
+   recomputed: the same operations, in about the memory of a small ratio.
+6. torch changes attributes, lists and dicts once, after the graph. A tensor that a layer writes on it may compute with
+   again in the backward, when it holds something else. So such layers are refused, as where they recompute: NOTE [ side
+   effects ].
+
+NOTE [ dropout once ]
+1. Under a ratio below 1 torch 2.13 draws random numbers a second time in the backward, other ones: gradients of another
+   mask than the loss had, silently (https://github.com/pytorch/pytorch/issues/190758). So operators that draw are
+   marked to be saved, or something after them, such as the mask. A ratio of 0 does not allow for that: torch gets the
+   smallest ratio instead.
+2. ``fallback_random`` draws the numbers of the eager layer, so dropout drops the same.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from shutil import which
+from sysconfig import get_path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch_config
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.fx import Graph
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memsave_recipes.core.activations.block_state import is_cache
+from memsave_recipes.core.activations.planned_forward import PlannedForward
+from memsave_recipes.core.activations.recompute import draws
+from memsave_recipes.core.activations.spans import NestedPart
+from memsave_recipes.core.errors import InputError
+
+MAX_GRAPHS = 64
+SMALLEST_RATIO = 1e-6
+NEVER_COMPILED = "memsave_never_compiled"
+"""An attribute of models whose layers no plan compiles; whoever builds the model sets it."""
+WAYS_OUT = "use selective, full or every:K"
+_numbers = count()
+
+
+class Region:
+    """Compiles layers under one ratio; those that are alike share a graph.
+
+    Args:
+        ratio: the part of the bytes that a layer saves for the fastest backward that it may save, from 0 to 1.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        def run_layer(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        name = f"{run_layer.__name__}_{next(_numbers)}"
+        run_layer.__code__ = run_layer.__code__.replace(co_name=name)
+        options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
+        self._ratio = max(ratio, SMALLEST_RATIO)
+        self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``method(*args, **kwargs)``, compiled.
+
+        Raises:
+            InputError: it cannot be compiled as one graph.
+        """
+        try:
+            with (
+                functorch_config.patch(activation_memory_budget=self._ratio),
+                dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS),
+            ):
+                return self._run_layer(method, *args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise _refusal(method, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
+        except TorchDynamoException as error:
+            raise _refusal(method, str(error).strip().partition("\n")[0]) from error
+
+
+def _refusal(method: Callable[..., Any], reason: str) -> InputError:
+    layer = type(getattr(method, "__self__", method)).__name__
+    return InputError(f"strategy compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}")
+
+
+def _refuse_cache(name: str, *args: Any, **kwargs: Any) -> int:
+    """In place of the ``get_seq_length`` of a cache."""
+    raise InputError(
+        f"strategy compiled: {name} left this cache of keys and values empty, so nothing can go on with it: fill it "
+        f"under torch.no_grad(), or {WAYS_OUT}"
+    )
+
+
+@dataclass
+class CompiledLayer(PlannedForward):
+    """A layer's forward, compiled where gradients are wanted; evaluation and generation run the eager one."""
+
+    method: Callable[..., Any]
+    module: nn.Module
+    region: Region
+
+    def planned(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of ``method``.
+
+        Raises:
+            InputError: it writes on a tensor, or cannot be compiled as one graph; later, where somebody goes on with
+                the key-value cache that it was given, and left empty.
+        """
+        for given in filter(is_cache, (*args, *kwargs.values())):
+            given.get_seq_length = partial(_refuse_cache, type(self.module).__name__)
+        # A key-value cache asks for the number of the layer: one graph each. GPT-2 hands it on by position.
+        args = tuple(None if is_cache(arg) else arg for arg in args)
+        kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
+        if is_in_torch_dispatch_mode(include_infra_modes=False):
+            return self.recomputed(*args, **kwargs)
+        first_run, _ = self.recomputed.effects.around(partial(self.region.run, self.method, **kwargs))
+        return first_run(*args)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """The same for a compiler that reads this code."""
+        return self.method(*args, **kwargs)
+
+    @cached_property
+    def recomputed(self) -> NestedPart:
+        """The layer as an observer sees it."""
+        return NestedPart(self.module, self.method)
+
+
+def check_compiler(model: nn.Module) -> None:
+    """Whether torch finds its compilers for the devices of ``model``, and Python's headers, which its kernels include.
+
+    Raises:
+        InputError: something is missing.
+    """
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if "mps" in devices:
+        raise InputError(f"strategy compiled is not for an Apple GPU (mps): {WAYS_OUT}")
+    needs = {
+        "triton (pip install triton)": "cuda" in devices and find_spec("triton") is None,
+        "a C compiler (gcc, clang, or the one that CC names)": "cuda" in devices and not _finds_c_compiler(),
+        "a C++ compiler (g++, or the one that CXX names)": "cpu" in devices and not _finds_cpp_compiler(),
+        "Python.h (of python3-dev or python3-devel)": not Path(get_path("include"), "Python.h").is_file(),
+    }
+    for name, is_missing in needs.items():
+        if is_missing:
+            raise InputError(f"strategy compiled needs {name}, which is not there: install it, or {WAYS_OUT}")
+
+
+def _finds_c_compiler() -> bool:
+    """Triton builds the launchers of its kernels with one."""
+    return any(which(name) for name in (os.environ.get("CC", ""), "gcc", "clang"))
+
+
+def _finds_cpp_compiler() -> bool:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+class _DrawOnce(CustomGraphPass):
+    """Marks operators that draw random numbers to be saved, not drawn again."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            if draws(node.target, node.args, node.kwargs):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+    def uuid(self) -> bytes:
+        """For torch's cache of kernels."""
+        return get_hash_for_files((__file__, draws.__code__.co_filename))

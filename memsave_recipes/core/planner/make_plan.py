@@ -1,0 +1,378 @@
+"""A plan for a model in a script of one's own: from a strategy's name, or the fastest that fits a memory budget.
+
+``make_plan`` is for a model with a batch; ``plan_step`` for any forward that ends in a loss, on one rank or on several,
+which then take the same plan.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adafactor, Optimizer
+
+from memsave_recipes.core.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.core.activations.blocks import named_stack
+from memsave_recipes.core.activations.micro_batches import tensors_in
+from memsave_recipes.core.costs.block_costs import Measurement, Workload
+from memsave_recipes.core.costs.preserve_state import running_blocks
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.state import is_on_host, kind_of, pieces_of, waits
+from memsave_recipes.core.host.step import masters_of
+from memsave_recipes.core.planner.budget import (
+    COMPILED_RATIOS,
+    Forecast,
+    StaticMemory,
+    forecast,
+    plans_to_measure,
+    usable_host_bytes,
+)
+from memsave_recipes.core.planner.trial_step import (
+    ALONE,
+    MAX_TRIALS,
+    Ranks,
+    measured_together,
+    step_bytes,
+    with_smaller_ratio,
+)
+from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
+from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.prediction import Prediction
+from memsave_recipes.core.text import GIB, Progress, gib_that_suffice, to_gib
+
+MAX_GIB = 1e6
+
+
+def make_plan(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    strategy: str,
+    budget_gib: float | None = None,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    blocks: Sequence[str] | type[nn.Module] | None = None,
+    optimizer: Optimizer | None = None,
+    static: StaticMemory | None = None,
+    predict: bool = False,
+) -> Plan:
+    """Return the plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
+
+    A plan for a budget is measured, so that it has a ``prediction`` of memory and time (``print(plan)``), and it is run
+    before it is returned. The model, its gradients and the random state stay as they were.
+
+    Args:
+        model: on its device. A model in evaluation mode, as ``from_pretrained`` returns it, is measured with all its
+            modules in training mode. In a model in training mode, modules in evaluation mode stay so.
+        batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
+            anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
+            reach. Call ``make_plan`` under the autocast of the training, if there is one.
+        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``selective``, ``offload``,
+            ``full_offload``, ``compiled[:RATIO]``, ``bottleneck``, the path of a ``plan.json``, ``budget``, or
+            ``budget:bitwise``, which never compiles.
+        budget_gib: for ``budget``: device memory of a training step, in GiB.
+        loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
+            first tensor, which may need less memory than the loss of the training.
+        blocks: for a model whose blocks are not found: the class of its layers, or names of modules in the order in
+            which they run.
+        optimizer: of the training; its state counts. Without one it is AdamW's two copies of all parameters that
+            train.
+        static: memory besides forward and backward, in place of ``optimizer``.
+        predict: measure steps of ``batch`` for the prediction of another strategy as well; those without checkpointing
+            have to fit into memory. There is none of plans that compile, nor of ``bottleneck``.
+
+    Raises:
+        InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it. The message
+            names these parameters.
+    """
+    names = names_of(model, blocks)
+    stacks = [names] if names else block_names(find_stacks(model))
+    if batch is None:
+        if strategy in BUDGET_WORDS:
+            raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
+        return plan_for(strategy, stacks) if names else plan_blocks(model, strategy, None)
+    workload = Workload(
+        model=model,
+        forward=lambda: (loss_fn or loss_of)(call(model, batch)),
+        batch=tensors_in(batch),
+        device=next(model.parameters()).device,
+        stacks=stacks,
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = StaticMemory(state_bytes=_bytes(ASSUMED_COPIES * trained, workload.device))
+    static = static or (static_of(optimizer) if optimizer else adamw)
+    return plan_step(workload, strategy, budget_gib=budget_gib, static=static, named=bool(names), predict=predict)
+
+
+def static_of(optimizer: Optimizer) -> StaticMemory:
+    """Return the state of an optimizer, or of a wrapper of it, and the temporaries of its update.
+
+    State that waits on the host counts among these, for two pieces of the parameters; one that steps there has none.
+    """
+    optimizer = torch_optimizer(optimizer)
+    if masters_of(optimizer) is not None:
+        return StaticMemory()
+    update_bytes = update_bytes_of(optimizer) + _visiting_bytes(optimizer)
+    return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes)
+
+
+def plan_step(
+    workload: Workload,
+    strategy: str,
+    *,
+    budget_gib: float | None,
+    static: StaticMemory,
+    named: bool = False,
+    predict: bool = False,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> Plan:
+    """Make a plan as ``make_plan`` does, for a forward that ends in a loss.
+
+    Args:
+        named: whether the workload's stacks are the user's choice, and not those that are found in the model.
+        progress: of the forwards and backwards that measure.
+    """
+    progress = Progress() if progress is None else progress
+    if strategy in BUDGET_WORDS:
+        refuse_compiled(workload.model)
+        check_budget(budget_gib)
+        if budget_gib is None:
+            raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
+        found = _planned(workload, strategy, int(budget_gib * GIB), static, progress, ranks)
+        return replace(found.plan, prediction=found.prediction)
+    model, stacks = workload.model, workload.stacks
+    refuse_compiled(model)
+    running = running_blocks(model, stacks, workload.forward, workload.device)
+    plan = plan_for(strategy, stacks) if named else plan_blocks(model, strategy, running)
+    return replace(plan, prediction=_predicted(plan, workload, static, progress, ranks)) if predict else plan
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse modules that are compiled in place: code around a block then runs inside the compiled code, or not.
+
+    Raises:
+        InputError: ``module.compile()`` was called on one.
+    """
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            where = name or type(model).__name__
+            raise InputError(f"model: {where} is compiled in place: leave compile() out, or use strategy compiled")
+
+
+def check_budget(budget_gib: float | None) -> None:
+    """Raise ``InputError`` if it is no amount of memory."""
+    is_number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool)
+    if budget_gib is not None and not (is_number and 0 < budget_gib < MAX_GIB):
+        raise InputError(f"budget_gib {budget_gib!r}: it must be above 0, and a number of GiB")
+
+
+def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:
+    """Return the names of the blocks that the user names; none where they are to be found.
+
+    Raises:
+        InputError: the model has none of that class, or none that ``named_stack`` takes.
+    """
+    if not isinstance(blocks, type):
+        there = dict(model.named_modules())
+        if missing := [name for name in blocks or () if name not in there]:
+            raise InputError(f"blocks {missing[0]}: {type(model).__name__} has no module of that name")
+        return [block.name for block in named_stack(model, blocks or ()).blocks]
+    names = [name for name, module in model.named_modules() if isinstance(module, blocks)]
+    if not names:
+        raise InputError(f"blocks {blocks.__name__}: {type(model).__name__} has no such modules")
+    return names_of(model, names)
+
+
+def _predicted(
+    plan: Plan, workload: Workload, static: StaticMemory, progress: Progress, ranks: Ranks
+) -> Prediction | None:
+    """Predict by measured costs; ``None`` for a plan of other blocks than the stacks', and for one that compiles."""
+    is_measured = plan.compiled_memory_ratio is None and plan.micro_batch_size is None
+    if not is_measured or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
+        return None
+    plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
+    measured = _measured(workload, plans, progress, ranks)
+    found = Forecast(plan=plan, chain=static.added_to(measured.chain_under(plan)))
+    return found.prediction if plan.blocks == found.chain.decided_names else None
+
+
+def _planned(
+    workload: Workload,
+    strategy: str,
+    budget_bytes: int,
+    static: StaticMemory,
+    progress: Progress,
+    ranks: Ranks,
+) -> Forecast:
+    """Find the fastest plan that fits, both in prediction and in a trial step: NOTE [ trial step ].
+
+    On several ranks the first one's prediction chooses, and the largest trial step of all of them has to fit.
+
+    Raises:
+        InputError: the model has no blocks, no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
+        torch.OutOfMemoryError: a rank had no memory for the trial step, or to measure.
+    """
+    device, ratios, missed_bytes = workload.device, COMPILED_RATIOS, 0
+    if not any(workload.stacks):
+        raise InputError(f"strategy {strategy}: {type(workload.model).__name__} has no blocks for it; use none")
+    host_budget_bytes = usable_host_bytes(device)
+
+    @cache
+    def measured(ratios: tuple[float, ...]) -> Measurement:
+        plans = plans_to_measure(strategy, workload, device_type=device.type, ratios=ratios)
+        return _measured(workload, plans, progress, ranks)
+
+    for _ in range(MAX_TRIALS):
+        costs = measured(ratios)
+        choose = partial(forecast, costs, budget_bytes, static, missed_bytes=missed_bytes)
+        found = ranks.of_first(partial(choose, host_budget_bytes=host_budget_bytes))
+        tried = ranks.attempt(partial(step_bytes, found, static, workload.model, workload.forward, device))
+        if tried is None:
+            raise torch.OutOfMemoryError(
+                f"budget_gib {to_gib(budget_bytes):g}: the device is out of memory. It has less"
+            )
+        needed = ranks.largest(tried)
+        if needed <= budget_bytes:
+            return found
+        missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or the plan would have fitted
+        ratios = with_smaller_ratio(ratios, found.plan)
+    raise InputError(
+        f"budget_gib {to_gib(budget_bytes):g}: this model needs more than predicted, and none of the {MAX_TRIALS} "
+        f"plans that were tried fits; the last one works with {gib_that_suffice(needed)}"
+    )
+
+
+def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ranks: Ranks) -> Measurement:
+    """Measure all blocks at once, or group by group where memory is too small for that.
+
+    Raises:
+        torch.OutOfMemoryError: it is too small for the smallest groups as well.
+    """
+    measured = measured_together(
+        lambda: workload,
+        lambda _: plans,
+        ranks,
+        progress,
+        device=workload.device,
+        num_blocks=sum(map(len, workload.stacks)),
+        host_budget_bytes=usable_host_bytes(workload.device),
+    )
+    if measured is None:
+        raise torch.OutOfMemoryError("measuring this batch ran out of memory. Make it smaller")
+    return measured
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call ``model`` with a mapping, a sequence, or a single argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the ``loss`` of an output, or the sum of its first tensor."""
+    loss: Tensor | None = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    first = tensors_in(output)[0]
+    return first if first.ndim == 0 else first.float().sum()
+
+
+ASSUMED_COPIES = 2
+"""Copies of a parameter in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
+PLAIN = {"fused": False, "foreach": False}
+"""Options of torch's optimizers that choose a kernel for a device, and change no state."""
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the wrappers of Accelerate, Lightning and Fabric."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    found: Optimizer = optimizer
+    return found
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Return the bytes of the state on the device after a step, without what waits on the host."""
+    on_host = is_on_host(optimizer)
+    return sum(
+        _bytes((tensor for tensor in tensors if not (on_host and waits(tensor))), parameter.device)
+        for parameter, tensors in _state_after_a_step(optimizer).items()
+    )
+
+
+def _visiting_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the state that waits on the host, of the two consecutive pieces that have most."""
+    if not is_on_host(optimizer):
+        return 0
+    sizes = {
+        parameter: allocated_bytes((tensor.nbytes for tensor in tensors if waits(tensor)), on_cpu=False)
+        for parameter, tensors in _state_after_a_step(optimizer).items()
+    }
+    pieces = [piece for group in optimizer.param_groups for piece in pieces_of(group["params"])]
+    visits = [sum(sizes.get(parameter, 0) for parameter in piece) for piece in pieces]
+    return max(map(sum, pairwise([*visits, 0])), default=0)
+
+
+def _state_after_a_step(optimizer: Optimizer) -> dict[Tensor, list[Tensor]]:
+    """Return the tensors of the state of each parameter; leaves the optimizer as it is.
+
+    Where it has not stepped yet, a copy of it steps a parameter of each shape on torch's ``meta`` device.
+    """
+    there = {
+        parameter: [value for value in entry.values() if isinstance(value, Tensor)]
+        for parameter, entry in optimizer.state.items()
+    }
+    if any(there.values()):
+        return there
+    return {parameter: _state_to_come(optimizer, group, parameter) for group, parameter in _parameters(optimizer)}
+
+
+def update_bytes_of(optimizer: Optimizer) -> int:
+    """Return the temporaries of a step: a copy of all parameters where the update is neither fused nor by parameter.
+
+    That is what torch's documentation of ``foreach`` states, which is the default on CUDA but for Adafactor.
+    """
+    by_parameter = (False, None) if isinstance(optimizer, Adafactor) else (False,)
+    return sum(
+        _bytes([parameter], parameter.device)
+        for group, parameter in _parameters(optimizer)
+        if parameter.is_cuda and not group.get("fused") and group.get("foreach", False) not in by_parameter
+    )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def _state_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Tensor]:
+    alone = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+    alone.grad = torch.empty_like(alone)
+    options = {name: PLAIN.get(name, value) for name, value in group.items()}
+    if "capturable" in group:  # with either of them steps are counted where the parameter is
+        options["capturable"] = bool(group["capturable"] or group.get("fused"))
+    twin = copy.copy(optimizer)
+    vars(twin).update(
+        state=defaultdict(dict),
+        param_groups=[{**options, "params": [alone]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    stepped = False
+    with suppress(Exception):  # a kernel of the device, after the state has been made
+        kind_of(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
+        stepped = True
+    made = twin.state[alone].values() if stepped or twin.state[alone] else ASSUMED_COPIES * [alone]
+    return [value for value in made if isinstance(value, Tensor)]
+
+
+def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Add up the tensors on ``device``: an accelerator has none of the host's."""
+    on_cpu = device.type == "cpu"
+    return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)

@@ -1,0 +1,211 @@
+"""Steps on this device before training, on all ranks: measured, and run under the plan that has been chosen.
+
+NOTE [ trial step ]
+1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate, or of all
+   micro-batches that one forward takes, on every rank. Gradients, random state and running statistics are restored.
+2. On an accelerator, memory of the size of the optimizer's state is allocated meanwhile, so a device that is too small
+   fails now. On a CPU the allocations of the trial step are added to the static memory.
+3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
+   BatchNorm over all ranks is the exception: with it the others wait for the timeout of the process group.
+4. A ratio of compiled memory does not bound the memory of a step (https://github.com/pytorch/pytorch/issues/197838).
+   Where the trial step of a plan that compiles peaks above the budget, the bytes that were missed are kept free, the
+   ratio half-way to the next smaller one is measured, too, and the plan is chosen again among all of them.
+5. In shards it gathers weights and reduces gradients, and ranks that share rows exchange slices, as in training: rule 3
+   does not hold, and a rank without memory ends the run. In shards, gradients of the first of two micro-batches are
+   among the static memory, or, where they are reduced once a step, in the step, which then has up to three. On a CPU a
+   buffer that a thread of gloo lets go last leaves no event, so a reading may be too high, by chance: the lowest of
+   ``READINGS`` counts.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memsave_recipes.core.activations import apply_plan
+from memsave_recipes.core.costs.block_costs import Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.core.costs.memory import empty_cache, is_out_of_memory
+from memsave_recipes.core.costs.preserve_state import (
+    clear_gradients,
+    freeing_gradients,
+    preserve_state,
+    without_layerdrop,
+)
+from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.budget import Forecast, StaticMemory
+from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.text import Progress
+
+T = TypeVar("T")
+READINGS = 6
+"""How often a trial step in shards is read on a CPU, where two in five of its readings are too high: rule 5."""
+
+MAX_TRIALS = 4
+"""Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a training, of any launcher; by default a process alone. Call every method on all of them."""
+
+    rank: int = 0
+    number: int = 1
+
+    @classmethod
+    def of_world(cls) -> "Ranks":
+        """Return the ranks of the default process group, if there is one."""
+        grouped = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size()) if grouped else cls()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints."""
+        return self.rank == 0
+
+    def of_first(self, action: Callable[[], T]) -> T:
+        """Return the result of the first rank's ``action()`` on all ranks.
+
+        Raises:
+            InputError, RuntimeError: on all ranks, where the first one failed.
+        """
+        result: T | None = self.attempt(lambda: action() if self.is_first else None)
+        found: T = self._of_all(result)[0]
+        return found
+
+    def largest(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        of_ranks: list[int] = self._of_all(number)
+        return max(of_ranks)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Return this rank's ``action()``; ``None`` on all ranks, where one of them ran out of memory.
+
+        Raises:
+            InputError, RuntimeError: on all ranks, where one failed otherwise; its own error on that one.
+        """
+        result, failed = None, False
+        try:
+            result = action()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._of_all((False, (isinstance(error, InputError), str(error) or type(error).__name__)))
+                raise
+            failed = True  # the error is not kept: its frames hold the tensors of the failed step
+        of_ranks = self._of_all((failed, None))
+        for is_mistake, message in (told for _, told in of_ranks if told):
+            raise InputError(message) if is_mistake else RuntimeError(f"another rank failed: {message}")
+        return None if any(failed for failed, _ in of_ranks) else result
+
+    def _of_all(self, value: Any) -> list[Any]:
+        found = [value] * self.number
+        if self.number > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+
+ALONE = Ranks()
+
+
+def measured_together(
+    workload_of: Callable[[], Workload],
+    plans_of: Callable[[Workload], Sequence[Plan]],
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    device: torch.device,
+    num_blocks: int,
+    host_budget_bytes: int | None,
+) -> Measurement | None:
+    """Measure all blocks in one group, or in twice as many until no rank has too little memory.
+
+    Called on all ranks; ``None`` where there is too little for the smallest groups as well.
+
+    Args:
+        workload_of: makes the workload, which may find no memory either.
+        plans_of: the plans to measure.
+        progress: of the forwards and backwards.
+        num_blocks: groups at most.
+        host_budget_bytes: as of ``measure``.
+    """
+
+    def measure(num_groups: int) -> Measurement:
+        workload = workload_of()
+        plans = plans_of(workload)
+        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
+        return measure_in_groups(
+            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+        )
+
+    num_groups = 1
+    while (measured := ranks.attempt(partial(measure, num_groups))) is None:
+        empty_cache(device)  # here, where no frame of the failed step holds its tensors any more
+        if num_groups >= num_blocks:
+            return None
+        num_groups = min(2 * num_groups, num_blocks)
+    return measured
+
+
+def with_smaller_ratio(ratios: tuple[float, ...], plan: Plan) -> tuple[float, ...]:
+    """Return the ratios to measure after ``plan`` has peaked above its budget: one more, where it compiles.
+
+    It is half-way from the ratio of the plan to the next smaller one, or to 0.
+    """
+    ratio = plan.compiled_memory_ratio
+    if ratio is None:
+        return ratios
+    below = max((other for other in ratios if other < ratio), default=0.0)
+    return (*ratios, (below + ratio) / 2)
+
+
+def step_bytes(
+    forecast: Forecast,
+    static: StaticMemory,
+    model: nn.Module,
+    forward: Callable[[], Tensor],
+    device: torch.device,
+    no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> int:
+    """Run a step: return its peak bytes without overheads, on this process alone, or in shards on all.
+
+    Runs two forwards and backwards for a reading; three or four under accumulation, where gradients are whole.
+
+    Args:
+        model: without a plan, its gradients cleared.
+        forward: from one micro-batch to the loss; where weights are whole, without collectives.
+        no_sync: the context of micro-batches before the last one of a step.
+    """
+    in_shards = forecast.in_shards is not None
+    num_before = min(forecast.num_unreduced, 2) or int(static.gradients_resident)
+    has_sums = in_shards and static.sums_bytes > 0
+    with (
+        apply_plan(model, forecast.plan),
+        preserve_state(model, device),
+        without_layerdrop(model),
+        freeing_gradients([] if static.gradients_stay else model.parameters()),  # as training does
+    ):
+        ballast_bytes = 0 if device.type == "cpu" else static.state_bytes
+        ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
+
+        def step(meter: Meter) -> None:
+            for _ in range(num_before):
+                with no_sync():
+                    forward().backward()
+            forward().backward()
+            meter.mark()
+            clear_gradients(model)
+
+        def rise_bytes() -> int:
+            forward().backward()  # compiles what compiles
+            if not has_sums:
+                clear_gradients(model)
+            return max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
+
+        lowest_bytes = min(rise_bytes() for _ in range(READINGS if in_shards and device.type == "cpu" else 1))
+        del ballast
+    return lowest_bytes + forecast.chain.resident_bytes

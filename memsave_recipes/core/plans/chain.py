@@ -1,0 +1,256 @@
+"""A chain: the seconds and bytes of every block of a model, the input of the simulator and the solver.
+
+The name is that of Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains"
+(https://arxiv.org/abs/1911.13214).
+
+NOTE [ the figures of a chain ]
+1. Blocks are in the order in which they run and cover the *whole* forward, the loss included. What no plan decides
+   about (embeddings, pooling between two stacks, head and loss) is a block with ``stack=None``. So the input of a block
+   is the output of the block before, and the input of the first is the batch.
+2. Bytes are those of storages, each counted once (``allocated_bytes``). Parameters, buffers, optimizer state and the
+   batch are ``resident_bytes`` alone, also where a block saves them or hands them on.
+3. ``output_bytes``: the storages that leave the block and are not among its inputs. A view has 0 and ``passes_input``;
+   a layer of a dense block has its one new feature map and ``passes_input``.
+4. ``saved_bytes``: saved for backward *besides* input and output, which ``saves_input`` (a convolution) and
+   ``saves_output`` (a ReLU) are about. A storage that several blocks save (a mask, rotary tables) is in those of the
+   block that makes it.
+5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
+   began: its input, and ``extra_args_bytes``, arguments besides the state that the baseline does not save.
+   ``until_saved_bytes``: the same up to the last tensor that it saves, where torch stops a second run.
+6. ``backward_transient_bytes``: the highest live bytes in its backward less its saved tensors and the gradient of its
+   output, taken to be as large as all that leaves the block. It includes the gradients of its parameters, as if there
+   were none before; where there are, it is less by ``accumulated_bytes``.
+7. ``gradient_bytes``: the parameter gradients that its backward makes. A tied weight counts in the later of its blocks;
+   there ``tied_gradient_bytes`` wait for the gradient of the earlier use, under accumulation too.
+8. ``untracked_bytes``: the live bytes when its backward first reads what it saved, besides those of rule 6: the loss,
+   the gradient of an argument that all layers share. They are in the transient of its backward, and live while its span
+   runs again, which that reading starts. ``variables_bytes``: likewise when its forward begins, of variables.
+9. Measured seconds have a noise: the standard error of the figure. The solver adds it to the seconds that a plan adds,
+   block by block. So a plan is chosen where it is surely no slower; keeping everything wins every tie.
+10. The option ``RECOMPUTE_NESTED`` of a block is that of one by itself, of which the second run goes part by part where
+   it has parts. In a span of several blocks each of them has these costs in its last run.
+"""
+
+import math
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from memsave_recipes.core.plans.plan import Action
+
+ALLOCATION_BYTES = 512
+"""CUDA's caching allocator rounds requests up to multiples of it (``kMinBlockSize``, CUDACachingAllocator.h)."""
+
+
+def allocated_bytes(sizes: Iterable[int], *, on_cpu: bool) -> int:
+    """Return the bytes that an allocator counts for such tensors: on an accelerator, in whole blocks each."""
+    return sum(sizes) if on_cpu else ALLOCATION_BYTES * sum(-(-size // ALLOCATION_BYTES) for size in sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOption:
+    """One way to run a block by itself; rules 4 to 6 of the NOTE define the bytes.
+
+    Args:
+        action: ``KEEP``, or another one that a plan may give to a single block.
+        added_s: seconds that a step takes longer than with ``KEEP``; below 0 where it is faster.
+        noise_s: of ``added_s``; rule 9 of the NOTE.
+
+    Raises:
+        ValueError: a figure that no measurement gives.
+    """
+
+    action: Action
+    added_s: float = 0.0
+    noise_s: float = 0.0
+    saved_bytes: int
+    saves_input: bool
+    saves_output: bool
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    accumulated_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
+        if self.action is Action.RECOMPUTE:
+            raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
+        if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
+            raise ValueError(f"added_s of {self.action.value} cannot be {self.added_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """The costs of one block.
+
+    Args:
+        name: as in ``Plan.blocks``; of a block without a stack, any name that people understand.
+        stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
+        forward_s, backward_s: seconds of its forward and its backward when kept.
+        until_saved_bytes: ``None`` for all of its forward.
+        has_backward: ``False`` where nothing trains in it or before it: it saves nothing, and never runs again.
+        options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
+
+    Raises:
+        ValueError: a figure that no measurement gives, no ``KEEP``, or two options with one action.
+    """
+
+    name: str
+    stack: int | None
+    forward_s: float
+    backward_s: float
+    forward_noise_s: float = 0.0
+    backward_noise_s: float = 0.0
+    output_bytes: int
+    passes_input: bool = False
+    gradient_bytes: int
+    tied_gradient_bytes: int = 0
+    extra_args_bytes: int = 0
+    until_saved_bytes: int | None = None
+    untracked_bytes: int = 0
+    variables_bytes: int = 0
+    has_backward: bool = True
+    options: tuple[BlockOption, ...]
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
+        actions = [option.action for option in self.options]
+        if Action.KEEP not in actions or len(set(actions)) < len(actions):
+            raise ValueError(f"{self.name} needs the option KEEP, and each option once")
+        if self.stack is None and len(actions) > 1:
+            raise ValueError(f"{self.name} has no stack, so it can only be kept")
+
+    @property
+    def last_of_span_bytes(self) -> int:
+        """The transient of its second run where it is the last block of a span."""
+        whole = self.option(Action.KEEP).forward_transient_bytes
+        return whole if self.until_saved_bytes is None else min(whole, self.until_saved_bytes)
+
+    @property
+    def accumulating(self) -> "BlockCosts":
+        """The same in a later micro-batch, whose gradients are added to those of an earlier one as they are made."""
+        options = (
+            replace(one, backward_transient_bytes=max(0, one.backward_transient_bytes - one.accumulated_bytes))
+            for one in self.options
+        )
+        return replace(self, options=tuple(options))
+
+    def option(self, action: Action) -> BlockOption:
+        """Return its costs under ``action``.
+
+        Raises:
+            ValueError: the chain has none for it.
+        """
+        for option in self.options:
+            if option.action is action:
+                return option
+        raise ValueError(f"the chain has no costs of {action.value} for {self.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A model's blocks with their costs, and the memory that no block accounts for.
+
+    Args:
+        blocks: in the order of the forward; rule 1 of the NOTE.
+        resident_bytes: parameters, buffers, optimizer state, batch.
+        gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
+            under accumulation. They are not in ``resident_bytes`` in either case.
+        optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
+        span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
+            it runs again: the state of the random number generator where the CPU is the device.
+        extra_args_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
+        compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
+        micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of those with tiles.
+        noise_s: of the seconds of all blocks together; less than the sum over the blocks, whose errors differ.
+        host_bytes: pinned all the time: frozen weights that are streamed from there.
+        nested: whether spans may recompute block by block in their second run.
+
+    Raises:
+        ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
+    """
+
+    blocks: tuple[BlockCosts, ...]
+    resident_bytes: int
+    gradients_resident: bool = False
+    optimizer_bytes: int = 0
+    span_bytes: int = 0
+    extra_args_bytes: int = 0
+    compiled_memory_ratio: float | None = None
+    micro_batch_size: int | None = None
+    mlp_tile_tokens: int | None = None
+    noise_s: float = 0.0
+    host_bytes: int = 0
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
+        if not self.blocks:
+            raise ValueError("a chain needs at least one block")
+        if self.extra_args_bytes < max(block.extra_args_bytes for block in self.blocks):
+            raise ValueError(f"extra_args_bytes of a block cannot be more than {self.extra_args_bytes}, those of all")
+        stacks = [block.stack for block in self.blocks]
+        starts = [stack for i, stack in enumerate(stacks) if stack is not None and (i == 0 or stacks[i - 1] != stack)]
+        if len(set(starts)) < len(starts):
+            raise ValueError("the blocks of a stack must be neighbours in the chain")
+
+    @property
+    def decided(self) -> tuple[int, ...]:
+        """The positions of the blocks that a plan decides about."""
+        return tuple(position for position, block in enumerate(self.blocks) if block.stack is not None)
+
+    @property
+    def decided_names(self) -> tuple[str, ...]:
+        """Their names: the ``blocks`` of a plan for this chain."""
+        return tuple(self.blocks[position].name for position in self.decided)
+
+    @property
+    def static_bytes(self) -> int:
+        """``resident_bytes``, with the parameter gradients where these are resident."""
+        return self.resident_bytes + (self.all_gradients_bytes if self.gradients_resident else 0)
+
+    @property
+    def states_bytes(self) -> list[int]:
+        """The bytes of the input of every block, and of the last output; 0 of the first, as the batch is resident."""
+        states = [0]
+        for block in self.blocks:
+            states.append(block.output_bytes + (states[-1] if block.passes_input else 0))
+        return states
+
+    def new_gradients_bytes(self, *blocks: BlockCosts) -> int:
+        """Return the bytes of parameter gradients that the backward of ``blocks`` leaves behind: rule 7 of the NOTE."""
+        if self.gradients_resident:
+            return sum(block.tied_gradient_bytes for block in blocks)
+        return sum(block.gradient_bytes for block in blocks)
+
+    def nested_option(self, position: int) -> BlockOption:
+        """Return the costs of a block in a nested span: as measured, else those of one that recomputes by itself."""
+        block = self.blocks[position]
+        keep = block.option(Action.KEEP)
+        with suppress(ValueError):
+            return block.option(Action.RECOMPUTE_NESTED)
+        rebuilt_bytes = keep.saved_bytes + (block.output_bytes if keep.saves_output else 0)
+        return BlockOption(
+            action=Action.RECOMPUTE_NESTED,
+            added_s=block.forward_s,
+            noise_s=block.forward_noise_s,
+            saved_bytes=self.span_bytes,
+            saves_input=True,
+            saves_output=False,
+            forward_transient_bytes=keep.forward_transient_bytes,
+            backward_transient_bytes=max(
+                block.last_of_span_bytes + block.untracked_bytes + self.span_bytes,
+                rebuilt_bytes + keep.backward_transient_bytes,
+            ),
+        )
+
+    @property
+    def all_gradients_bytes(self) -> int:
+        """The parameter gradients of all blocks."""
+        return sum(block.gradient_bytes for block in self.blocks)
+
+
+def _check_not_negative(costs: object) -> None:
+    """Refuse figures below 0 or infinite, but ``added_s``, which a faster action has below 0."""
+    for name, value in vars(costs).items():
+        if isinstance(value, int | float) and name != "added_s" and not 0 <= value < math.inf:
+            raise ValueError(f"{name} cannot be {value}")

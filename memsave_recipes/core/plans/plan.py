@@ -1,0 +1,442 @@
+"""A plan: one action for every block of a model, as frozen data in JSON; and the plans that have a name.
+
+A *span* is a run of neighbouring blocks with one action: the blocks of a ``RECOMPUTE`` span keep only the input of the
+span and run again, together, in the backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost",
+https://arxiv.org/abs/1604.06174). Those of a ``RECOMPUTE_NESTED`` span keep no more in that second run than the input
+of each block, and run a third time, one by one (section 4.3 of the same paper, with two levels).
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from itertools import accumulate, pairwise
+from math import inf
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans.prediction import Prediction
+
+FORMAT_VERSION = 1
+STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it unchanged
+
+
+class Action(StrEnum):
+    """On the activations of a span, between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    SELECT_OPS = "select_ops"
+    OFFLOAD = "offload"
+    RECOMPUTE_OFFLOAD = "recompute_offload"
+    COMPILE = "compile"
+    IN_MICRO_BATCHES = "in_micro_batches"
+    IN_MICRO_BATCHES_OFFLOAD = "in_micro_batches_offload"
+    RECOMPUTE_TILED = "recompute_tiled"
+    RECOMPUTE_TILED_OFFLOAD = "recompute_tiled_offload"
+    RECOMPUTE_NESTED = "recompute_nested"
+
+    @property
+    def kind(self) -> "ActionKind":
+        """Its properties."""
+        return KINDS[self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionKind:
+    """What an action does with blocks.
+
+    Args:
+        label: its name in tables.
+        words: of ``Plan.describe`` for the blocks under it; ``{spans}`` counts its spans, ``{size}`` is the plan's
+            ``micro_batch_size``, ``{tile}`` its ``mlp_tile_tokens``.
+        strategy: the strategy that puts every block by itself under it.
+        is_joint: whether the blocks of a span run again together, from the input of the first.
+        runs_twice: whether a block runs again in the backward, wholly or in part.
+        starts_again: whether it does so from the very storage of its input.
+        on_host: what waits in host memory: the tensors that a block saves, or its input alone.
+        is_tiled: whether the MLP of a block takes some tokens at a time.
+        in_sublayers: whether attention and MLP of a layer start again from an input each, where it has such parts.
+        micro_batches_of: the action that it does for some samples at a time, each by itself.
+        is_bitwise: whether gradients are those without checkpointing, bit for bit, and not sums in another order.
+    """
+
+    label: str
+    words: str = ""
+    strategy: str | None = None
+    is_joint: bool = False
+    runs_twice: bool = False
+    starts_again: bool = False
+    on_host: Literal["saved", "input"] | None = None
+    is_tiled: bool = False
+    in_sublayers: bool = False
+    micro_batches_of: Action | None = None
+    is_bitwise: bool = True
+
+
+_ROUNDING = " (equal to plain within rounding, not bitwise)"
+_checkpointed = partial(ActionKind, runs_twice=True, starts_again=True)
+_in_micro_batches = partial(ActionKind, starts_again=True, is_bitwise=False)
+KINDS = {
+    Action.KEEP: ActionKind(label="keep", strategy="none"),
+    Action.RECOMPUTE: _checkpointed(label="recompute", words="recomputed, in {spans}", strategy="full", is_joint=True),
+    Action.SELECT_OPS: ActionKind(
+        label="recompute cheap operators",
+        words="recompute their cheap operators",
+        strategy="selective",
+        runs_twice=True,
+    ),
+    Action.OFFLOAD: ActionKind(
+        label="offload to the host", words="offloaded to the host", strategy="offload", on_host="saved"
+    ),
+    Action.RECOMPUTE_OFFLOAD: _checkpointed(
+        label="recompute, input on the host",
+        words="recomputed, their inputs offloaded to the host",
+        strategy="full_offload",
+        on_host="input",
+    ),
+    Action.COMPILE: ActionKind(label="compiled", words=f"compiled{_ROUNDING}", strategy="compiled", is_bitwise=False),
+    Action.IN_MICRO_BATCHES: _in_micro_batches(
+        label="recompute in micro-batches",
+        words=f"recomputed in micro-batches of {{size}}{_ROUNDING}",
+        micro_batches_of=Action.RECOMPUTE,
+    ),
+    Action.IN_MICRO_BATCHES_OFFLOAD: _in_micro_batches(
+        label="recompute in micro-batches, input on the host",
+        words=f"recomputed in micro-batches of {{size}}, their inputs offloaded to the host{_ROUNDING}",
+        micro_batches_of=Action.RECOMPUTE_OFFLOAD,
+        on_host="input",
+    ),
+    Action.RECOMPUTE_TILED: _checkpointed(
+        label="recompute, MLP in tiles",
+        words=f"recomputed, their MLPs in tiles of {{tile}} tokens{_ROUNDING}",
+        strategy="full_tiled",
+        is_tiled=True,
+        is_bitwise=False,
+    ),
+    Action.RECOMPUTE_TILED_OFFLOAD: _checkpointed(
+        label="recompute in tiles, inputs of attention and MLP on the host",
+        words=("recomputed in tiles of {tile} tokens, attention and MLP each from an input on the host" + _ROUNDING),
+        strategy="full_tiled_offload",
+        on_host="input",
+        is_tiled=True,
+        in_sublayers=True,
+        is_bitwise=False,
+    ),
+    Action.RECOMPUTE_NESTED: _checkpointed(
+        label="recompute, and again block by block",
+        words="recomputed in spans, and once more block by block",
+        is_joint=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Blocks ``start`` to ``stop - 1``, treated together."""
+
+    start: int
+    stop: int
+    action: Action
+
+    def __post_init__(self) -> None:
+        if not (type(self.start) is type(self.stop) is int and 0 <= self.start < self.stop):
+            raise ValueError(f"a span needs 0 <= start < stop, not {self.start}..{self.stop}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An action for every block of a model.
+
+    Args:
+        strategy: the name that made the plan, such as ``segments:2``.
+        blocks: the name of every block, in the order of the forward.
+        spans: cover all blocks once, in order.
+        compiled_memory_ratio: the part of its activations that a compiled block may save, from 0 to 1; for plans that
+            compile, and for no others.
+        micro_batch_size: the samples that a block in micro-batches takes at once; likewise.
+        mlp_tile_tokens: the tokens that an MLP of a block with tiles takes at once; likewise.
+        prediction: the memory and time of a step, where ``make_plan`` has measured one; not compared, not written.
+
+    Raises:
+        ValueError: the spans leave a block out or name one twice, or they contradict the ratio or a size.
+    """
+
+    strategy: str
+    blocks: tuple[str, ...]
+    spans: tuple[Span, ...]
+    compiled_memory_ratio: float | None = None
+    micro_batch_size: int | None = None
+    mlp_tile_tokens: int | None = None
+    prediction: Prediction | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        borders = [0, *(span.stop for span in self.spans)]
+        if [span.start for span in self.spans] != borders[:-1] or borders[-1] != len(self.blocks):
+            raise ValueError(f"the spans of a plan must cover its {len(self.blocks)} blocks once and in order")
+        ratio = self.compiled_memory_ratio
+        if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
+            raise ValueError(f"compiled_memory_ratio is {ratio}: plans that compile need one from 0 to 1, others none")
+        kinds = [span.action.kind for span in self.spans]
+        size = self.micro_batch_size
+        if (size is None) is any(kind.micro_batches_of for kind in kinds) or (size is not None and size < 1):
+            raise ValueError(f"micro_batch_size is {size}: plans in micro-batches need one of at least 1, others none")
+        tile = self.mlp_tile_tokens
+        if (tile is None) is any(kind.is_tiled for kind in kinds) or (tile is not None and tile < 1):
+            raise ValueError(f"mlp_tile_tokens is {tile}: plans with tiles need a number of at least 1, others none")
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The names of the blocks that run twice."""
+        return self.blocks_under(Action.RECOMPUTE)
+
+    @property
+    def offloads(self) -> tuple[Action, ...]:
+        """The actions of its blocks that take host memory."""
+        return tuple(action for action in Action if action.kind.on_host and self.blocks_under(action))
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether gradients are bit for bit those without checkpointing, and not sums in another order."""
+        return all(span.action.kind.is_bitwise for span in self.spans)
+
+    def in_micro_batches(self, size: int) -> "Plan":
+        """Return the same plan whose blocks recompute ``size`` samples at a time, each by itself.
+
+        Raises:
+            InputError: none recomputes, or those of a file do so with another size.
+        """
+        if self.micro_batch_size not in (None, size):
+            raise InputError(
+                f"strategy {self.strategy} was written with micro-batches of {self.micro_batch_size}: take this size, "
+                "or make the plan again"
+            )
+        if self.micro_batch_size == size:
+            return self
+        smaller = {action.kind.micro_batches_of: action for action in Action}
+        if not any(span.action in smaller for span in self.spans):
+            raise InputError(
+                f"strategy {self.strategy} recomputes no block, so none can run in micro-batches: take full, "
+                "full_offload, every:K or segments:K, or set no micro-batch size"
+            )
+        spans = tuple(replace(span, action=smaller.get(span.action, span.action)) for span in self.spans)
+        return replace(self, spans=spans, micro_batch_size=size)
+
+    def blocks_under(self, action: Action) -> tuple[str, ...]:
+        """Return the names of the blocks under ``action``."""
+        spans = [span for span in self.spans if span.action is action]
+        return tuple(name for span in spans for name in self.blocks[span.start : span.stop])
+
+    def describe(self) -> str:
+        """One line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
+        num_spans = sum(span.action is Action.RECOMPUTE for span in self.spans)
+        spans = f"{num_spans} {'span' if num_spans == 1 else 'spans'}"
+        under = ((len(self.blocks_under(action)), action.kind.words) for action in Action)
+        found = [(number, words) for number, words in under if number and words]
+        if not found:
+            return f"{self.strategy}: no activation checkpointing"
+        (number, words), *others = found
+        parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
+        text = "; ".join(parts).format(spans=spans, size=self.micro_batch_size, tile=self.mlp_tile_tokens)
+        return f"{self.strategy}: {text}"
+
+    def to_json(self) -> str:
+        """Return the plan as the text of a ``plan.json``."""
+        content = asdict(replace(self, prediction=None))
+        del content["prediction"]
+        for name in ("micro_batch_size", "mlp_tile_tokens"):
+            if content[name] is None:
+                del content[name]
+        return json.dumps({"version": FORMAT_VERSION, **content}, indent=1)
+
+    def __str__(self) -> str:
+        """Return ``describe()``, and the prediction where there is one."""
+        return self.describe() if self.prediction is None else f"{self.describe()}\n{self.prediction}"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read the plan that ``to_json`` wrote.
+
+        Raises:
+            InputError: the text is not such a plan.
+        """
+        try:
+            data = json.loads(text)
+            if data["version"] != FORMAT_VERSION:
+                raise ValueError(f"its version is {data['version']}, this software reads {FORMAT_VERSION}")
+            if not STRATEGY.fullmatch(data["strategy"]) or not all(isinstance(name, str) for name in data["blocks"]):
+                raise ValueError("its strategy and its blocks must be words, such as segments:2 and layers.0")
+            spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
+            ratio = data.get("compiled_memory_ratio")
+            sizes = {name: data.get(name) for name in ("micro_batch_size", "mlp_tile_tokens")}
+            if isinstance(ratio, bool) or not {type(size) for size in sizes.values()} <= {int, type(None)}:
+                raise ValueError(f"its compiled_memory_ratio is {ratio}, its sizes are {sizes}")
+            return cls(
+                strategy=data["strategy"],
+                blocks=tuple(data["blocks"]),
+                spans=spans,
+                compiled_memory_ratio=ratio,
+                **sizes,
+            )
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"this is not a plan.json: {error}") from error
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read the plan in a file.
+
+    Raises:
+        InputError: there is no such file, or it holds no plan.
+    """
+    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
+        raise InputError(f"strategy {path} is not a file: check the path")
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"strategy {path} cannot be read: {error}") from error
+    except InputError as error:
+        raise InputError(f"strategy {path}: {error}") from error
+
+
+Stacks = Sequence[Sequence[str]]
+"""The names of a model's blocks. Blocks of one stack feed one another, so a span may hold several of them; no span
+crosses from one stack into the next."""
+
+
+def count_blocks(stacks: Stacks) -> int:
+    """Return the number of blocks in all stacks."""
+    return sum(len(stack) for stack in stacks)
+
+
+def as_they_run(stacks: Stacks, running: Sequence[str]) -> list[Sequence[str]]:
+    """Return the stacks of which a block runs, in the order in which they begin.
+
+    Args:
+        running: the blocks that run, in order.
+    """
+    first: dict[str, int] = {}
+    for position, name in enumerate(running):
+        first.setdefault(name, position)
+    begins = [(min(first[name] for name in stack if name in first), stack) for stack in stacks if first.keys() & stack]
+    return [stack for _, stack in sorted(begins, key=itemgetter(0))]
+
+
+def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:
+    """Recompute each ``interval``-th block, beginning with the first, by itself.
+
+    The same layers as ``activation_checkpointing_enable(every_n_layers)`` of transformers.
+    """
+    return tuple(
+        Span(start=index, stop=index + 1, action=Action.KEEP if index % interval else Action.RECOMPUTE)
+        for index in range(count_blocks(stacks))
+    )
+
+
+def all_under(stacks: Stacks, action: Action) -> tuple[Span, ...]:
+    """Put every block by itself under one action."""
+    return tuple(Span(start=index, stop=index + 1, action=action) for index in range(count_blocks(stacks)))
+
+
+def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
+    """Cut the blocks into ``count`` segments of nearly equal size, and where a stack ends; keep the last one.
+
+    The method of ``torch.utils.checkpoint.checkpoint_sequential``. The backward of the last segment comes first, so
+    recomputing it would free nothing; ``segments:1`` is the baseline.
+    """
+    last_segment = count_blocks(stacks) * (count - 1) // count
+    return tuple(
+        Span(start=start, stop=stop, action=Action.KEEP if start >= last_segment else Action.RECOMPUTE)
+        for start, stop in _cut(stacks, count)
+    )
+
+
+def nested(stacks: Stacks, count: int) -> tuple[Span, ...]:
+    """Recompute all of the same segments, and in the second run each of their blocks again."""
+    spans = _cut(stacks, count)
+    return tuple(Span(start=start, stop=stop, action=Action.RECOMPUTE_NESTED) for start, stop in spans)
+
+
+def _cut(stacks: Stacks, count: int) -> Iterator[tuple[int, int]]:
+    boundaries = (count_blocks(stacks) * k // count for k in range(count + 1))
+    return pairwise(sorted({*boundaries, *accumulate(len(stack) for stack in stacks)}))
+
+
+UNIFORM_STRATEGIES = {action.kind.strategy: action for action in Action if action.kind.strategy}
+"""Those that put every block by itself under one action."""
+TILED_STRATEGIES = tuple(name for name, action in UNIFORM_STRATEGIES.items() if action.kind.is_tiled)
+OFFLOADING_STRATEGIES = tuple(
+    name for name, action in UNIFORM_STRATEGIES.items() if action.kind.on_host and not action.kind.is_tiled
+)
+COUNTED_STRATEGIES = {"every": every, "segments": segments, "nested": nested}
+BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.core.planner
+COMPILED_MEMORY_RATIO = 0.3
+MLP_TILE_TOKENS = 1024
+"""By default; products of fewer rows keep a GPU waiting."""
+MAX_DIGITS = 10
+KNOWN = (
+    "none, full, every:K, segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
+    "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget, budget:bitwise or the path of a plan.json"
+)
+
+
+def offloads(strategy: str) -> bool:
+    """Return whether every block under ``strategy`` has tensors in host memory."""
+    action = UNIFORM_STRATEGIES.get(strategy.partition(":")[0])
+    return action is not None and action.kind.on_host is not None
+
+
+def plan_for(strategy: str, stacks: Stacks) -> Plan:
+    """Return the plan that ``strategy`` makes for the blocks in ``stacks``.
+
+    Args:
+        strategy: any of ``KNOWN`` but ``bottleneck``, ``budget`` and a path.
+        stacks: names of the blocks, in the order of the forward.
+
+    Raises:
+        InputError: no such strategy, or K, TOKENS or RATIO is no number in its range.
+    """
+    plan = partial(Plan, strategy=strategy, blocks=tuple(name for stack in stacks for name in stack))
+    name, colon, argument = strategy.partition(":")
+    if name in COUNTED_STRATEGIES:
+        num_blocks = count_blocks(stacks)
+        count = _parse_count(strategy, "K", num_blocks, f"to {num_blocks}, the blocks of this model")
+        return plan(spans=COUNTED_STRATEGIES[name](stacks, count))
+    action = UNIFORM_STRATEGIES.get(name)
+    if action is None or (colon and action is not Action.COMPILE and not action.kind.is_tiled):
+        raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
+    spans = all_under(stacks, action)
+    if action is Action.COMPILE:
+        ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
+        return plan(spans=spans, compiled_memory_ratio=ratio)
+    if action.kind.is_tiled:
+        rule = "on, the tokens that an MLP takes at once"
+        tokens = _parse_count(strategy, "TOKENS", inf, rule) if colon else MLP_TILE_TOKENS
+        return plan(spans=spans, mlp_tile_tokens=tokens)
+    return plan(spans=spans)
+
+
+def _parse_count(strategy: str, word: str, most: float, rule: str) -> int:
+    name, _, argument = strategy.partition(":")
+    is_number = argument.isascii() and argument.isdigit() and len(argument) < MAX_DIGITS
+    count = int(argument) if is_number else 0
+    if not 1 <= count <= most:
+        raise InputError(f"strategy {strategy}: {word} in {name}:{word} is a whole number from 1 {rule}")
+    return count
+
+
+def _parse_ratio(strategy: str, argument: str) -> float:
+    try:
+        ratio = float(argument)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise InputError(
+            f"strategy {strategy}: RATIO in compiled:RATIO is a number from 0 to 1, "
+            "the part of a compiled block's activations that it may keep"
+        )
+    return ratio

@@ -1,0 +1,407 @@
+"""The bytes of a step that no plan changes: state and update of the optimizer, and clipping.
+
+State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit AdamW 2, Adafactor a row and a column of
+each matrix, SGD 4 (0 without momentum).
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memsave_recipes.core.activations.streaming import streamed_parameters
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.state import SMALLEST_BYTES, pieces_of, pinned_bytes
+from memsave_recipes.core.host.step import ring_bytes
+from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.core.step.settings import OptimizerSettings
+from memsave_recipes.core.step.update_rules import (
+    BITSANDBYTES_BLOCK,
+    has_8bit_state,
+    hidden_matrices,
+    part_numel,
+    slice_bytes,
+)
+
+BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
+TILE = 64  # rows and columns: oneDNN packs matrices of bfloat16 in whole tiles
+ACCUMULATORS = 2**15  # bytes of a thread of oneDNN
+MOST_PACKED = 2**21, 192  # bytes that a thread packs at a time, at most, or of every row of a long matrix
+TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
+NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
+NUMBERS_OF_A_LOSS = 8  # likewise: what counts in it, its weighted sum, and what that is made of
+NUMBER_BYTES = 4
+NEVER_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""In names of weights, lower case: norms and biases, by the rule of transformers' ``Trainer``."""
+TOUCHED = {"adamw": 7, "sgd": 5, "adafactor": 7}
+"""How often an update on the host reads or writes each number of 32 bits: weight, gradient and state."""
+SLOWER = {"adamw_8bit": 20, "adamw_bf16": 22}
+"""How often longer than AdamW's an update takes whose arithmetic counts: docs/results/host_step.md."""
+NORM_CHUNK = 2**16
+"""Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
+which makes as many sums for every gradient as the largest has)."""
+
+
+def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of ``model`` that train, by the name of what steps them: beside Muon that is AdamW.
+
+    Raises:
+        InputError: ``muon`` for a model that trains no matrix of a hidden layer.
+    """
+    trained = trained_parameters(model)
+    if optimizer != "muon":
+        return {optimizer: trained}
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise InputError(
+            "--optimizer muon is for matrices of hidden linear layers, and this model trains none: take adamw"
+        )
+    known = set(matrices)
+    return {"muon": matrices, "adamw": [parameter for parameter in trained if parameter not in known]}
+
+
+def decay_groups(optim: OptimizerSettings, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """``parameters`` in groups for an optimizer: those that decay, then those that do not.
+
+    Norms and biases do not decay, by the rule of transformers' ``Trainer``, and no vector does, as in nanoGPT. With
+    ``--decay_all``, or without weight decay, there is one group.
+    """
+    if optim.decay_all or not optim.weight_decay:
+        return [{"params": parameters}]
+    in_norms = {one for norm in model.modules() if isinstance(norm, nn.LayerNorm) for one in norm.parameters()}
+    decayed = {
+        one
+        for name, one in model.named_parameters()
+        if one.ndim > 1 and one not in in_norms and not NEVER_DECAYED.search(name.lower())
+    }
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in parameters if one in decayed]},
+        {"params": [one for one in parameters if one not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that train, in their order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What ``--ema_decay`` averages, by name: the parameters that train, and the statistics of BatchNorm."""
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    statistics = {f"{name}.{key}": buffer for name, norm in norms for key, buffer in norm.named_buffers(recurse=False)}
+    weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return weights | {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """The bytes of an optimizer's state and of its update.
+
+    Args:
+        state_bytes: of the state that stays on the device.
+        update_bytes: the most that an update takes besides, with state that visits the device.
+        in_backward: likewise of each parameter that is stepped in the backward, by its name.
+        host_bytes: of the host, for what waits or is stepped there, at most.
+        awaited_bytes: copied to or from the host in a step while the device waits.
+        updated_bytes: that the host reads and writes where it steps.
+    """
+
+    state_bytes: int
+    update_bytes: int
+    in_backward: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+    awaited_bytes: int = 0
+    updated_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Parameters that are stepped at a time: the state that stays, sizes of that which waits, and their update."""
+
+    parameters: Sequence[Tensor]
+    stays_bytes: int
+    waiting: list[int]
+    visits_bytes: int
+    update_bytes: int
+
+
+def optimizer_memory(
+    optim: OptimizerSettings,
+    model: nn.Module,
+    *,
+    num_ranks: int | None = None,
+    on_cpu: bool,
+    accumulates: bool = False,
+) -> OptimizerMemory:
+    """The memory of the optimizer of ``model``, in shards that of the first rank.
+
+    NOTE [ state on the host ] and NOTE [ steps on the host ] say what is where.
+
+    Args:
+        num_ranks: that are to hold the weights in shards; ``None``: each rank has all of them.
+        on_cpu: where no state leaves the device.
+        accumulates: whether the gradients of a step are sums of several.
+    """
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    if optim.offload_optimizer == "step" and not on_cpu:
+        host_bytes = _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
+        updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
+        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
+    waits = optim.offload_optimizer != NONE and not on_cpu
+    pieces = [
+        _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
+        for name, share in shares.items()
+        for parameters in _stepped_together(optim, model, share, num_ranks, waits=waits)
+    ]
+    visits = [piece.visits_bytes for piece in pieces]
+    needs = [piece.update_bytes + piece.visits_bytes for piece in pieces]
+    in_backward: dict[str, int] = {}
+    if optim.optimizer_in_backward:
+        of_each = {id(piece.parameters[0]): need for piece, need in zip(pieces, needs, strict=True)}
+        in_backward = {name: of_each[id(one)] for name, one in model.named_parameters() if one.requires_grad}
+        awaited = 2 * sum(visits)
+    else:  # the state of the next piece is copied ahead
+        needs = [need + following for need, following in zip(needs, [*visits[1:], 0], strict=True)]
+        awaited = sum(map(max, pairwise([0, *visits, 0])))
+    counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
+    return OptimizerMemory(
+        state_bytes=counters + sum(piece.stays_bytes for piece in pieces),
+        update_bytes=max(needs, default=0),
+        in_backward=in_backward,
+        host_bytes=pinned_bytes(size for piece in pieces for size in piece.waiting),
+        awaited_bytes=awaited,
+    )
+
+
+def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int | None, *, accumulates: bool) -> int:
+    """Pinned for masters, gradients and the ring of copies, if any; not pinned for the state of masters and updates."""
+
+    def master(weight: nn.Parameter) -> Tensor:
+        least = weight.dtype if optim.bf16_stochastic_round else torch.float32
+        dtype = torch.promote_types(weight.dtype, least)
+        return torch.empty(weight.shape, dtype=dtype, device="meta")
+
+    def size(weight: nn.Parameter) -> int:
+        return part_numel(weight, num_ranks or 1) * master(weight).element_size()
+
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    trained = [weight for share in shares.values() for weight in share]
+    own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
+    digests = 2 * [len(trained) * torch.int64.itemsize]
+    pinned = pinned_bytes([*(size(one) for one in trained if id(one) not in own), *map(size, trained), *digests])
+    sizes = [part_numel(one, num_ranks or 1) * one.element_size() for one in trained]
+    is_cast = any(one.dtype != master(one).dtype for one in trained)
+    ring = ring_bytes(sizes) if accumulates or is_cast else 0
+    stepped = {name: [*map(master, share)] for name, share in shares.items()}
+    states = (_state_sizes(name, share, optim.momentum, num_ranks) for name, share in stepped.items())
+    updates = (update_bytes(name, share, on_cpu=True, num_ranks=num_ranks or 1) for name, share in stepped.items())
+    counters = sum(counters_bytes(name, len(share), on_cpu=True) for name, share in stepped.items())
+    return pinned + ring + sum(map(sum, states)) + counters + max(updates, default=0)
+
+
+def _updated_bytes(optim: OptimizerSettings, name: str, weight: nn.Parameter, num_ranks: int | None) -> int:
+    """That the host reads and writes to step a master, and to cast it; as many as AdamW would in the same time."""
+    touched = 3 if name == "sgd" and not optim.momentum else TOUCHED.get(name, 0) or SLOWER[name] * TOUCHED["adamw"]
+    is_cast = weight.element_size() < NUMBER_BYTES and not optim.bf16_stochastic_round
+    cast_bytes = NUMBER_BYTES + weight.element_size() if is_cast else 0
+    return part_numel(weight, num_ranks or 1) * (touched * NUMBER_BYTES + cast_bytes)
+
+
+def copies_bytes(optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None) -> int:
+    """The memory of the host for what ``--async_save`` copies, in shards that of the first rank.
+
+    That is what trains, buffers, state with its counters, masters in another dtype than their weights, and an average.
+    """
+    found = model.state_dict(keep_vars=True).values()
+    tensors = list({id(one): one for one in found if one.requires_grad or not isinstance(one, nn.Parameter)}.values())
+    if optim.ema_decay is not None:
+        tensors += averaged_tensors(model).values()
+    sizes = [part_numel(one, (num_ranks or 1) if one.requires_grad else 1) * one.element_size() for one in tensors]
+    for name, share in parameters_by_optimizer(optim.update_rule, model).items():
+        stepped: list[Tensor] = [*share]
+        if optim.offload_optimizer == "step" and not optim.bf16_stochastic_round:
+            dtypes = [torch.promote_types(one.dtype, torch.float32) for one in share]
+            stepped = [torch.empty(one.shape, dtype=of, device="meta") for one, of in zip(share, dtypes, strict=True)]
+            wide = [master for master, one in zip(stepped, share, strict=True) if master.dtype != one.dtype]
+            sizes += [part_numel(master, num_ranks or 1) * master.element_size() for master in wide]
+        sizes += _state_sizes(name, stepped, optim.momentum, num_ranks)
+        sizes += [counters_bytes(name, 1, on_cpu=True)] * len(share)
+    return pinned_bytes(sizes)
+
+
+def _stepped_together(
+    optim: OptimizerSettings, model: nn.Module, share: list[nn.Parameter], num_ranks: int | None, *, waits: bool
+) -> Sequence[Sequence[Tensor]]:
+    """The parameters of one update rule, in the order and the pieces in which they are stepped."""
+    groups = [group["params"] for group in decay_groups(optim, model, share)]
+    if optim.optimizer_in_backward:
+        return [[one] for one in reversed(share)]
+    if waits:
+        return [piece for group in groups for piece in pieces_of(group, num_ranks)]
+    return [[one for group in groups for one in group]]
+
+
+def _piece(
+    optim: OptimizerSettings,
+    name: str,
+    parameters: Sequence[Tensor],
+    num_ranks: int | None,
+    *,
+    waits: bool,
+    on_cpu: bool,
+) -> _Piece:
+    """SGD, which is not fused for shards, adds the decay of the weights to a copy of the gradients."""
+    sizes = _state_sizes(name, parameters, optim.momentum, num_ranks)
+    smallest = SMALLEST_BYTES if waits else inf
+    waiting = [size for size in sizes if size >= smallest]
+    copies = parameters if num_ranks and name == "sgd" and optim.weight_decay else []
+    decayed = [part_numel(one, num_ranks or 1) * one.element_size() for one in copies]
+    update = update_bytes(name, parameters, on_cpu=on_cpu, num_ranks=num_ranks or 1)
+    return _Piece(
+        parameters=parameters,
+        stays_bytes=allocated_bytes([size for size in sizes if size < smallest], on_cpu=on_cpu),
+        waiting=waiting,
+        visits_bytes=allocated_bytes(waiting, on_cpu=on_cpu),
+        update_bytes=update + allocated_bytes(decayed, on_cpu=on_cpu),
+    )
+
+
+def state_bytes(
+    optimizer: str,
+    parameters: Iterable[Tensor],
+    *,
+    momentum: float = 0.0,
+    num_ranks: int | None = None,
+    on_cpu: bool = True,
+    waits: bool = False,
+) -> int:
+    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
+
+    Args:
+        num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
+        on_cpu: else as an accelerator's allocator counts them.
+        waits: leave out what waits on the host.
+    """
+    sizes = _state_sizes(optimizer, parameters, momentum, num_ranks)
+    return allocated_bytes((size for size in sizes if not waits or size < SMALLEST_BYTES), on_cpu=on_cpu)
+
+
+def _state_sizes(optimizer: str, parameters: Iterable[Tensor], momentum: float, num_ranks: int | None) -> list[int]:
+    """Of each tensor of the state."""
+    if optimizer == "sgd" and not momentum:
+        return []
+    return [size for parameter in parameters for size in _state_of_one(optimizer, parameter, num_ranks)]
+
+
+def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> list[int]:
+    """Of each tensor."""
+    numel, size = parameter.numel() if num_ranks is None else part_numel(parameter, num_ranks), parameter.element_size()
+    if optimizer == "adamw_8bit":
+        in_8_bits = has_8bit_state(parameter, num_ranks)
+        return 2 * [numel, 4 * ceil(numel / BITSANDBYTES_BLOCK)] if in_8_bits else 2 * [4 * numel]
+    if optimizer == "adafactor" and parameter.ndim > 1:
+        return [size * (numel // length) for length in parameter.shape[-2:]]
+    return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * [numel * size]
+
+
+def counters_bytes(optimizer: str, num_parameters: int, *, on_cpu: bool) -> int:
+    """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for.
+
+    The fused AdamW counts on the device, Adafactor always on the host.
+    """
+    if optimizer == "adamw_8bit":
+        return BITSANDBYTES_CODES
+    counted = ("adamw", "adafactor") if on_cpu else ("adamw",)
+    return allocated_bytes([NUMBER_BYTES] * num_parameters, on_cpu=on_cpu) if optimizer in counted else 0
+
+
+def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """The most bytes that the optimizer's update takes besides its state, on the first rank of ``num_ranks`` in shards.
+
+    The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
+    before is still there. 8-bit AdamW takes five copies of a parameter on a CPU, and is one kernel on an accelerator.
+    Muon goes by parameter, AdamW with stochastic rounding by slice.
+    """
+    trained, numbers_bytes = list(parameters), allocated_bytes([NUMBER_BYTES] * NUMBERS, on_cpu=on_cpu)
+    if optimizer == "muon":
+        sizes = (_muon_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        return numbers_bytes + max(sizes, default=0)
+    if optimizer == "adamw_bf16":
+        sizes = (slice_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        return numbers_bytes + max(sizes, default=0)
+    if optimizer == "adamw_8bit" and on_cpu:
+        return numbers_bytes + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
+    if optimizer != "adafactor":
+        return numbers_bytes
+    changes = [0, *(parameter.nbytes for parameter in trained)]
+    means = [_means_bytes(parameter) for parameter in trained]
+    vectors = [parameter.nbytes for parameter in trained if parameter.ndim < 2]
+    matrices = [before + change + mean for (before, change), mean in zip(pairwise(changes), means, strict=True)]
+    return numbers_bytes + max(matrices, default=0) + max(vectors, default=0)
+
+
+def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """In bfloat16 what is orthogonalised, two iterates and two square matrices; or the update and the stepped weight.
+
+    On a CPU the update is cast to be added, and oneDNN takes ``_packed_bytes`` where it multiplies bfloat16. torch
+    itself does where there is neither AVX-512 nor its like, and takes ``TRANSPOSING``. Of shards the direction of the
+    next matrix is made beside a collected one, and cast twice.
+    """
+    numel, iterate, square = part_numel(matrix, num_ranks), 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
+    part, scratch = numel * matrix.element_size(), 0
+    if on_cpu:
+        scratch = _packed_bytes(matrix) if onednn_multiplies_bfloat16() else TRANSPOSING
+    collecting = iterate + part + (2 + 2) * numel if num_ranks > 1 else 0
+    stepping = iterate + part + (part if on_cpu and matrix.dtype != torch.bfloat16 else 0)
+    return max(collecting, stepping, 3 * iterate + 2 * square + scratch)
+
+
+def _packed_bytes(matrix: Tensor) -> int:
+    """The most that oneDNN takes to multiply ``matrix``, in bfloat16, by its transpose.
+
+    With AVX-512 that is a float32 copy. With AMX each thread packs both factors in tiles, and copies a tall one before.
+    The bound held for 400 shapes of up to 3 million numbers on 1 to 8 threads of an Intel Xeon.
+    """
+    copy, (most, of_a_row) = 2 * matrix.numel(), MOST_PACKED
+    rows, columns = (TILE * ceil(length / TILE) for length in matrix.shape)
+    packed = 2 * 2 * rows * columns + copy + ACCUMULATORS
+    return 2 * copy + torch.get_num_threads() * min(packed, max(most, of_a_row * max(matrix.shape)))
+
+
+def onednn_multiplies_bfloat16() -> bool:
+    """Whether torch leaves products of bfloat16 on this CPU to oneDNN; ``ONEDNN_MAX_CPU_ISA`` counts."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _means_bytes(parameter: Tensor) -> int:
+    """Adafactor's means over rows, over columns and over both, of the matrices of a parameter."""
+    if parameter.ndim < 2:
+        return 0
+    rows, columns = parameter.shape[-2:]
+    numel = parameter.numel()
+    return parameter.element_size() * (numel // rows + numel // columns + numel // (rows * columns))
+
+
+def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
+    """The norm of every gradient, and all of them once more in one tensor; on an accelerator also partial sums."""
+    trained = list(parameters)
+    norms = [parameter.element_size() for parameter in trained]
+    sums = 0 if on_cpu else len(trained) * ceil(max((one.numel() for one in trained), default=0) / NORM_CHUNK)
+    sizes = [*norms, sum(norms), NUMBER_BYTES * sums, *[NUMBER_BYTES] * NUMBERS]
+    return allocated_bytes(sizes, on_cpu=on_cpu)
+
+
+def losses_bytes(layout: BatchLayout, logging_steps: int, *, on_cpu: bool) -> int:
+    """Loss and norm of every step that nobody has read, and the numbers that make a loss: each a tensor."""
+    parts = layout.accumulation_steps if layout.is_bitwise else 0
+    of_a_step = parts + NUMBERS_OF_A_LOSS * layout.accumulation_steps // layout.forwards_per_step
+    return allocated_bytes([NUMBER_BYTES] * (of_a_step + 2 * logging_steps), on_cpu=on_cpu)

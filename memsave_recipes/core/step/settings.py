@@ -1,0 +1,178 @@
+"""What is asked of a step, as values: its global batch, its plan and memory, its optimizer.
+
+The flags of a recipe are such values (``training/arguments.py``); nothing here reads a command line.
+"""
+
+from dataclasses import Field, replace
+from typing import Any, ClassVar, Final, Self
+
+from torch import nn
+
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans import BUDGET_WORDS
+from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.core.text import GIB, to_gib
+
+AUTO = "auto"
+PER_MICRO_BATCH: Final = "micro_batch"
+PER_STEP: Final = "step"
+"""Other values of ``--reduce_gradients``."""
+
+
+class StepSettings:
+    """How a global batch is to be computed; a dataclass that has these fields inherits the rest.
+
+    Args:
+        global_batch_size: samples of one optimizer step.
+        micro_batch_size: samples of one forward on a rank; ``auto``: to be found; ``None``: a rank's whole share.
+        shard: ``none``, ``full``, or how many ranks share the weights.
+        reduce_gradients: in shards, gradients of every ``micro_batch``, or once a ``step``; ``auto``: to be found.
+        activation_checkpointing: the strategy.
+        memory_budget_gib: of device memory for a step.
+        logging_steps: after which the losses are read; until then they stay on the device.
+        sequence_parallel: how many ranks share each row.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int | str | None
+    shard: str | None
+    reduce_gradients: str
+    activation_checkpointing: str | None
+    memory_budget_gib: float | None
+    logging_steps: int
+    sequence_parallel: int = 1
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def named_micro_batch(self) -> int | None:
+        """``micro_batch_size``, where it is a number."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+
+    @property
+    def keeps_micro_batch(self) -> bool:
+        """Whether no search may take another micro-batch than the one that is named."""
+        return False
+
+    @property
+    def budget_strategy(self) -> str:
+        """The strategy that leaves the plan to a search for a budget."""
+        return "budget"
+
+    def layout(self, num_processes: int) -> BatchLayout:
+        """How a global batch is computed; undivided with ``auto``, until a size is found.
+
+        Raises:
+            InputError: as ``BatchLayout``.
+        """
+        return BatchLayout.of(self.global_batch_size, self.named_micro_batch, num_processes, self.sequence_parallel)
+
+    def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
+        """Return the samples that a block takes at once, where blocks run in micro-batches by themselves."""
+        return None
+
+    def convert(self, model: nn.Module) -> None:
+        """Change the layers of ``model`` that are to compute otherwise: none."""
+
+    def check_reduction(self) -> None:
+        """``--reduce_gradients`` goes with shards, which the launch file may imply.
+
+        Raises:
+            InputError: it is named, and weights are whole.
+        """
+        if self.reduce_gradients != AUTO and not self.in_shards:
+            raise InputError(
+                f"--reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
+                "pass --shard full, or leave it out"
+            )
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether a rank holds a part of the weights."""
+        return self.shard not in (None, NONE)
+
+    @property
+    def reductions(self) -> tuple[bool, ...]:
+        """Whether gradients in shards are reduced once a step: both ways to compare, or the one to take."""
+        both = self.in_shards and self.searches and self.reduce_gradients == AUTO
+        return (False, True) if both else (self.reduce_gradients == PER_STEP,)
+
+    @property
+    def solves(self) -> bool:
+        """Whether a plan is to be found for a budget."""
+        return self.activation_checkpointing in BUDGET_WORDS
+
+    @property
+    def searches(self) -> bool:
+        """Whether a micro-batch or a plan is to be found for a budget."""
+        return self.micro_batch_size == AUTO or self.solves
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """``memory_budget_gib`` in bytes."""
+        return None if self.memory_budget_gib is None else int(self.memory_budget_gib * GIB)
+
+    def with_micro_batch(self, size: int | str | None, budget_bytes: int, **changes: Any) -> Self:
+        """Return the same with another micro-batch and ``changes``; with a budget where a plan is still to be found."""
+        solves = changes.get("activation_checkpointing", self.activation_checkpointing) in BUDGET_WORDS
+        gib = to_gib(budget_bytes) if solves else None
+        return replace(self, micro_batch_size=size, memory_budget_gib=gib, **changes)
+
+
+class OptimizerSettings:
+    """An optimizer, as far as the memory of a step depends on it.
+
+    Args:
+        optimizer: ``adamw``, ``muon``, ``adafactor``, ``adamw_8bit`` or ``sgd``.
+        bf16_stochastic_round: whether AdamW rounds at random.
+        optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
+        offload_optimizer: ``none``, ``state`` waits on the host (``core/host/state.py``), or ``step``
+            (``core/host/step.py``).
+        weight_decay, decay_all: of matrices, or of all parameters.
+        momentum: of ``sgd``.
+        ema_decay: of the average of the weights; ``None``: there is none.
+        async_save: whether checkpoints are copied to the host.
+    """
+
+    optimizer: str
+    bf16_stochastic_round: bool
+    optimizer_in_backward: bool
+    weight_decay: float
+    decay_all: bool
+    momentum: float
+    ema_decay: float | None = None
+    offload_optimizer: str = NONE
+    async_save: bool = False
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def update_rule(self) -> str:
+        """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
+        return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer
+
+    @property
+    def goes_in_shards(self) -> bool:
+        """Whether the optimizer steps weights in shards. Adafactor's means and its clipping are of whole tensors."""
+        return self.optimizer != "adafactor"
+
+
+def why_not_in_backward(
+    layout: BatchLayout, mixed_precision: str, *, clips: bool, skip_nonfinite: int = 0
+) -> str | None:
+    """The reason why an optimizer cannot step in the backward, as it needs all gradients at once; ``None`` if it can.
+
+    Args:
+        clips: whether gradients are clipped.
+        skip_nonfinite: how many steps may be left out.
+    """
+    if layout.needs_all_gradients is not None:
+        return f"{layout.needs_all_gradients}: leave one of them out"
+    reasons = {
+        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
+        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
+        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
+        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": clips,
+        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
+        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

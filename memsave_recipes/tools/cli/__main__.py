@@ -1,0 +1,7 @@
+"""``python -m memsave_recipes.tools.cli``."""
+
+import sys
+
+from memsave_recipes.tools.cli import main
+
+sys.exit(main())

@@ -1,0 +1,210 @@
+"""The commands on finished runs: ``memsave compare``, ``dashboard``, ``wandb-workspace`` and ``predict``.
+
+Commands import their dependencies when they run, so that comparing run folders starts in a tenth of a second.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.tools.cli.flags import STDOUT, write_text, writing
+from memsave_recipes.tools.compare import Run, compare, find_runs, read_run
+
+T = TypeVar("T")
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_folders(parser)
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="W&B project whose runs are compared, too")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none, the largest micro-batch"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and charts")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="file for the charts")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="file for all figures as numbers")
+    parser.add_argument(
+        "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="file for a Markdown table; printed without FILE"
+    )
+    parser.set_defaults(command=_compare)
+
+
+def add_dashboard(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_folders(parser)
+    parser.add_argument("--port", type=int, help="port of the server; default: the first free one from 7860")
+    parser.add_argument("--no-browser", action="store_true", help="print the address only")
+    parser.set_defaults(command=_dashboard)
+
+
+def add_workspace(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("project", metavar="ENTITY/PROJECT")
+    parser.set_defaults(command=_workspace)
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Declare the folders of runs."""
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="DIR",
+        help="run folder (--output_dir), W&B offline run, or a folder of them",
+    )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.tools.pages.comparison import show, to_csv, to_markdown
+
+    runs = read_all(arguments.folders, arguments.wandb)
+    table = compare(runs, _baseline(arguments.baseline, runs))
+    if arguments.markdown != STDOUT:
+        show(table)
+    for flag, text_of in {"markdown": to_markdown, "csv": to_csv}.items():
+        if file := getattr(arguments, flag):
+            write_text(f"--{flag}", Path(file), text_of(table))
+    if arguments.html:
+        from memsave_recipes.tools.pages.page import to_html
+
+        write_text("--html", arguments.html, to_html(table))
+    if arguments.png:
+        from memsave_recipes.tools.pages.charts import write_png
+
+        with writing(f"--png {arguments.png}"):
+            write_png(table, arguments.png)
+
+
+def _dashboard(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.tools.dashboards import imported, serve
+
+    options = {"port": arguments.port, "open_browser": not arguments.no_browser}
+    folders = arguments.folders
+    if not folders:
+        serve(**options)
+    elif len(folders) == 1 and any(folders[0].glob("*.db")):
+        serve(folders[0], **options)
+    else:
+        with imported(compare(read_all(folders))) as store:
+            serve(store, **options)
+
+
+def _workspace(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.tools.dashboards import save_workspace
+
+    print(f"saved: {save_workspace(arguments.project)}")
+
+
+def read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
+    """Read every run at or below the folders and of the W&B project, once; name those that cannot be read.
+
+    Raises:
+        InputError: no run is left.
+    """
+    if not folders and not project:
+        raise InputError("name the folders of runs, or a W&B project with --wandb")
+    found, problems = _attempt_all(find_runs, folders)
+    paths = list(dict.fromkeys(path.resolve() for paths in found for path in paths))
+    # The W&B log inside a run's folder is that run again.
+    paths = [path for path in paths if path.suffix != ".wandb" or not set(path.parents) & set(paths)]
+    runs, unreadable = _attempt_all(_read, paths)
+    problems += unreadable
+    if project:
+        from memsave_recipes.tools.dashboards import read_online_runs
+
+        online, unfinished = read_online_runs(project)
+        runs, problems = runs + online, problems + unfinished
+    problems = list(dict.fromkeys(problems))
+    if not runs:
+        raise InputError("; ".join(problems) or f"--wandb {project} has no run")
+    for problem in problems:
+        print(f"skipped: {problem}", file=sys.stderr)
+    return runs
+
+
+def _read(path: Path) -> Run:
+    if path.suffix != ".wandb":
+        return read_run(path)
+    from memsave_recipes.tools.dashboards import read_offline_run
+
+    return read_offline_run(path)
+
+
+def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list[T], list[str]]:
+    """Return the results of ``read``, and a line for each path that it refuses; in threads, since wandb is slow."""
+
+    def attempt(path: Path) -> T | InputError:
+        try:
+            return read(path)
+        except InputError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(attempt, paths))
+    problems = [outcome.one_line for outcome in outcomes if isinstance(outcome, InputError)]
+    return [outcome for outcome in outcomes if not isinstance(outcome, InputError)], problems
+
+
+def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
+    """Return the run whose folder or name is given."""
+    if named is None:
+        return None
+    if not os.path.exists(named):  # unlike pathlib, without an error for a text that cannot be a path
+        namesakes = [run for run in runs if run.name == named]
+        if len(namesakes) != 1:
+            raise InputError(f"--baseline {named} is not a folder, and the name of {len(namesakes)} runs: name one run")
+        return namesakes[0]
+    found = find_runs(named)
+    if len(found) > 1:
+        raise InputError(f"--baseline {named} holds {len(found)} runs: name one of them")
+    return _read(found[0])
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("folder", metavar="FOLDER", help="a run's --output_dir, its final/, or a folder of a model")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="image files or folders of them; or texts or prompts, and a .txt or .jsonl with one a line",
+    )
+    parser.add_argument("--top_k", type=int, default=5, metavar="K", help="most probable classes; default: 5")
+    parser.add_argument("--max_new_tokens", type=int, default=60, metavar="N", help="of a continuation; default: 60")
+    parser.add_argument("--text_column", metavar="NAME", help="in a .jsonl; default: text")
+    parser.add_argument("--text_pair_column", metavar="NAME", help="of the second text, in a .jsonl of pairs")
+    parser.add_argument("--no_chat", action="store_true", help="continue prompts as text, not as a user's messages")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="inputs of a forward; default: 8")
+    parser.add_argument("--device", metavar="DEVICE", help="such as cpu or cuda:1; default: a GPU where there is one")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line in place of the table")
+    parser.set_defaults(command=_predict)
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.tools.inference import PredictArguments, load_on, predict, read_inputs
+    from memsave_recipes.tools.pages import show_predictions
+
+    flags = PredictArguments(
+        batch_size=arguments.batch_size,
+        top_k=arguments.top_k,
+        max_new_tokens=arguments.max_new_tokens,
+        text_column=arguments.text_column,
+        text_pair_column=arguments.text_pair_column,
+        chat=False if arguments.no_chat else None,
+    )
+    saved = load_on(arguments.device, arguments.folder, trust_remote_code=arguments.trust_remote_code)
+    rows = predict(saved, read_inputs(arguments.inputs, saved, flags), flags)
+    if arguments.json:
+        takes_all = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+        for row in rows:
+            line = json.dumps(row, ensure_ascii=not takes_all)
+            print("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line))
+    else:
+        show_predictions(rows)

@@ -1,0 +1,1 @@
+"""How ranks start, act as one, and end."""

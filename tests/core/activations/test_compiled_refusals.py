@@ -1,0 +1,67 @@
+"""Compiled layers that cannot be: one line that names the layer, the machine or the model, and the way out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._inductor.cpp_builder
+
+from memsave_recipes.core.activations import apply_plan, compiled, plan_blocks
+from memsave_recipes.core.activations.compiled import Region, check_compiler
+from memsave_recipes.core.errors import InputError
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+def test_too_many_graphs_are_an_error_and_not_the_plain_layer(monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 1)
+    region = Region(0.3)
+    x = torch.randn(4, 3, requires_grad=True)
+    assert torch.equal(region.run(torch.nn.ReLU().forward, x), x.relu())
+    with pytest.raises(InputError, match=r"ReLU cannot be compiled as one graph .* more than 1 forms"):
+        region.run(torch.nn.ReLU().forward, x[:2])
+
+
+def test_what_does_not_fit_a_graph_is_refused_by_name():
+    class Branches(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(InputError, match="Branches cannot be compiled as one graph") as refusal:
+        Region(0.3).run(Branches().forward, torch.ones(3, requires_grad=True))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["vgg16", "densenet121"])
+def test_models_without_a_layer_that_repeats_are_refused(make_case, name):
+    model = make_case(name).model
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(InputError, match=r"strategy compiled: .* no layer that repeats"):
+        apply_plan(model, plan_blocks(model, "compiled"))
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_a_machine_without_a_cpp_compiler(make_case, monkeypatch, tmp_path):
+    torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    model = make_case("gpt2").model
+    with pytest.raises(InputError, match=r"needs a C\+\+ compiler") as refusal:
+        apply_plan(model, plan_blocks(model, "compiled"))
+    assert "\n" not in str(refusal.value)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_machine_without_pythons_headers(make_case, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "_finds_cpp_compiler", lambda: True)
+    monkeypatch.setattr(compiled, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(InputError, match=r"compiled needs Python.h \(of python3-dev .* use selective"):
+        check_compiler(make_case("gpt2").model)
+
+
+@pytest.mark.parametrize(("has_triton", "missing"), [(False, "triton"), (True, "a C compiler")])
+def test_a_cuda_machine_without_triton_or_its_compiler(monkeypatch, tmp_path, has_triton, missing):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: has_triton or None)
+    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda"))])
+    with pytest.raises(InputError, match=f"compiled needs {missing}"):
+        check_compiler(model)
