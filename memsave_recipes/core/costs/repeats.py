@@ -31,7 +31,7 @@ from memsave_recipes.core.costs.block_costs import Workload, action_of
 from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.step_trace import StepTrace
 from memsave_recipes.core.costs.trace_events import Ends, Part, Reading, Storages
-from memsave_recipes.core.plans import Plan, Span
+from memsave_recipes.core.plans import Action, Plan, Span
 
 FIRST, FIRST_IF_OFFLOADED, LAST = 2, 3, 2
 """Layers at the ends of a list that are always traced. While one offloads, the copies of the one before are awaited."""
@@ -80,9 +80,17 @@ class Repeats:
         return [name for name in names if name not in self.like]
 
     def shorten_plan(self, plan: Plan) -> Plan:
-        """Return a plan with all blocks under one action, for those that are traced."""
+        """Return a plan with all blocks under one action, for those that are traced.
+
+        Raises:
+            ValueError: ``plan`` recomputes blocks and has no other action for them: ``full``, ``every:K``,
+                ``segments:K``. Costs of these follow from those of ``none``.
+        """
+        action = action_of(plan)
+        if plan.recomputed and action is Action.KEEP:
+            raise ValueError(f"plan is {plan.strategy}, whose blocks recompute: take none, whose costs say the same")
         blocks = tuple(self.shorten(plan.blocks))
-        spans = tuple(Span(start=at, stop=at + 1, action=action_of(plan)) for at in range(len(blocks)))
+        spans = tuple(Span(start=at, stop=at + 1, action=action) for at in range(len(blocks)))
         return replace(plan, blocks=blocks, spans=spans)
 
 

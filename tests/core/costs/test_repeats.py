@@ -1,5 +1,6 @@
 """Layers that are alike are traced once, and no byte of the chain is another one than that of a trace of all layers."""
 
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -42,7 +43,7 @@ RESNET = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 7], l
 
 def language_model(config, adapters=False):
     def build():
-        model = AutoModelForCausalLM.from_config(config).train()
+        model = AutoModelForCausalLM.from_config(deepcopy(config)).train()  # tests set entries
         add_lora(model, LoraArguments(lora=adapters), task_type="CAUSAL_LM")
         return model
 
@@ -194,6 +195,22 @@ def set_entry(model):
 def test_a_layer_that_is_unlike_the_others_is_traced(change):
     assert len(left_out_of(LLAMA, lambda model: None)) == 4
     assert left_out_of(LLAMA, change) == []
+
+
+@pytest.mark.parametrize("strategy", ["full", "every:2", "segments:2"])
+def test_a_plan_that_recomputes_is_not_taken_for_one_that_keeps(strategy):
+    load = workload(LLAMA)
+    plan = plan_for(strategy, load.stacks)
+    with pytest.raises(ValueError, match=f"plan is {strategy}"):
+        repeats_of(load, [plan]).shorten_plan(plan)
+
+
+def test_a_shortened_plan_has_the_action_of_the_whole_one():
+    load = workload(LLAMA)
+    for plan in plans_for(load, ("none", "selective", "full_offload", "nested:9")):
+        shortened = repeats_of(load, [plan]).shorten_plan(plan)
+        assert 0 < len(shortened.blocks) < len(plan.blocks)
+        assert {span.action for span in shortened.spans} == {span.action for span in plan.spans}
 
 
 class BetweenLayers(nn.Module):
