@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -173,13 +174,21 @@ def _like(value: Tensor, device: torch.device) -> Tensor:
 
 def _traffic_of(kernel: Any) -> Traffic:
     """Divide inductor's estimate of a kernel's bytes into those that it writes and those that it reads."""
+    from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V
 
     def elements_of(name: str) -> int:
         return int(V.graph.sizevars.optimization_hint(V.graph.get_numel(name)))
 
+    def elements_written(name: str) -> int:
+        """Of a part of a buffer, no more than the kernel has elements for each place that it names."""
+        places = {one.index if isinstance(one, MemoryDep) else one for one in accesses.get(name, ())}
+        return min(elements_of(name), len(places) * computed)
+
+    accesses = kernel.features.buf_accesses()
+    computed = int(V.graph.sizevars.optimization_hint(prod(kernel.numels.values())))
     written = kernel.args.live_output_buffers()
-    written_bytes = sum(elements_of(name) * V.graph.get_dtype(name).itemsize for name in written)
+    written_bytes = sum(elements_written(name) * V.graph.get_dtype(name).itemsize for name in written)
     names = {*written, *kernel.args.input_buffers}
     total = int(kernel.estimate_kernel_num_bytes())
     return Traffic(total - written_bytes, written_bytes, tuple(map(elements_of, names)))
