@@ -1,9 +1,10 @@
 """The layers of a recipe's model, compiled for a card: a row for each kind of them.
 
 NOTE [ what grows with tokens ]
-A micro-batch has 13 samples, and no weight of these models has a multiple of 13 elements. So a buffer with such a
-number of elements grows with the tokens, and all others are of weights: their casts, and second passes of sums. What
-grows is linear in tokens, so a row gives it for each element of the layer's input: "12 x width" bytes of a token.
+A micro-batch has 13 samples, and no weight of the layers has a multiple of 13 elements; it has 17 where one does, as a
+table of Swin's 13 x 13 offsets. So a buffer with such a number of elements grows with the tokens, and all others are of
+weights: their casts, and second passes of sums. What grows is linear in tokens, so a row gives it for each element of
+the layer's input: "12 x width" bytes of a token.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ from memsave_recipes.core.planner.task import fake_planned_model, read_task
 
 HOST = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-SAMPLES = 13
+IMAGES = 4  # dimensions
+SAMPLES = (13, 17)
 LOWERED_FOR = CARDS[90]
 """The card that inductor writes kernels for; Triton compiles the same kernels for all ``CARDS``."""
 Row = dict[str, Any]
@@ -41,6 +43,17 @@ class LayerCall:
     method: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    samples: int
+
+    @property
+    def hidden(self) -> Tensor:
+        """The layer's input."""
+        return next(one for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Tensor))
+
+    @property
+    def width(self) -> int:
+        """The channels of images, the last size of all else."""
+        return self.hidden.shape[1 if self.hidden.ndim == IMAGES else -1]
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -60,11 +73,13 @@ def calls_of(recipe: str, flags: Sequence[str], dtype: torch.dtype | None) -> li
     target = find_target(LOWERED_FOR.target)
     model = fake_planned_model(task, target).train()
     trained = task.trained(model, task.losses[-1], HOST)
-    batch = fake_batch(model, task.micro_batch(SAMPLES))
+    blocks = [block for stack in find_stacks(model) if isinstance(stack, CalledLayers) for block in stack.blocks]
+    weights = [weight for block in blocks for weight in block.module.parameters()]
+    samples = next(number for number in SAMPLES if all(weight.numel() % number for weight in weights))
+    batch = fake_batch(model, task.micro_batch(samples))
     calls: list[LayerCall] = []
-    for stack in find_stacks(model):
-        for block in stack.blocks if isinstance(stack, CalledLayers) else ():
-            _note(block.module, block.method, calls)
+    for block in blocks:
+        _note(block.module, block.method, calls, samples)
     with next(model.parameters()).fake_mode, cuda_kernels(target), autocast(dtype):
         task.loss_of(trained, batch)
     return calls
@@ -75,13 +90,13 @@ def autocast(dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def _note(layer: nn.Module, name: str, calls: list[LayerCall]) -> None:
+def _note(layer: nn.Module, name: str, calls: list[LayerCall], samples: int) -> None:
     method = getattr(layer, name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = [None if is_cache(one) else one for one in args]  # as ``CompiledLayer`` does
         named = {name: None if is_cache(one) else one for name, one in kwargs.items()}
-        calls.append(LayerCall(layer, method, tuple(given), named))
+        calls.append(LayerCall(layer, method, tuple(given), named, samples))
         return method(*args, **kwargs)
 
     vars(layer)[name] = forward
@@ -104,21 +119,19 @@ def rows_of(
 def _row(alike: Sequence[LayerCall], dtype: torch.dtype | None, ratio: float, with_code: bool) -> Row:
     first, region = alike[0], Region(ratio)
     weights = list(first.layer.parameters())
-    assert all(weight.numel() % SAMPLES for weight in weights), "NOTE [ what grows with tokens ]"
     with weights[0].fake_mode, autocast(dtype), compiling_for(LOWERED_FOR) as graphs:
         for call in alike:
             region.run(call.method, *call.args, **call.kwargs)
-    hidden = next(one for one in tree_leaves((first.args, first.kwargs)) if isinstance(one, Tensor))
-    elements, num_weights = hidden.numel(), sum(map(Tensor.numel, weights))
+    num_weights = sum(map(Tensor.numel, weights))
     passes = {name: [graph for graph in graphs if graph.is_backward == back] for name, back in PASSES}
     return {
         "layer": type(first.layer).__name__,
         "ratio": ratio,
-        "width": hidden.shape[-1],
+        "width": first.width,
         "weights": num_weights,
-        "saved": round(sum(size for number, size in graphs[0].saved if number % SAMPLES == 0) / elements, 2),
+        "saved": round(_growing_bytes(graphs[0].saved, first), 2),
         "graphs": {name: len(found) for name, found in passes.items()},
-        **{name: _of_pass(found[0], elements, num_weights) for name, found in passes.items() if found},
+        **{name: _of_pass(found[0], first, num_weights) for name, found in passes.items() if found},
         "machine_code": machine_code(graphs) if with_code else {},
     }
 
@@ -126,9 +139,15 @@ def _row(alike: Sequence[LayerCall], dtype: torch.dtype | None, ratio: float, wi
 PASSES = (("forward", False), ("backward", True))
 
 
-def _of_pass(graph: CompiledGraph, elements: int, num_weights: int) -> Row:
+def _growing_bytes(tensors: Sequence[tuple[int, int]], call: LayerCall) -> float:
+    """Bytes of those that grow, for each element of the input."""
+    return sum(size for number, size in tensors if number % call.samples == 0) / call.hidden.numel()
+
+
+def _of_pass(graph: CompiledGraph, call: LayerCall, num_weights: int) -> Row:
     """Kernels of a graph, bytes for each element of the input, and bytes of weights for each weight."""
-    growing = [kernel for kernel in graph.kernels if any(number % SAMPLES == 0 for number in kernel.traffic.elements)]
+    elements = call.hidden.numel()
+    growing = [one for one in graph.kernels if any(number % call.samples == 0 for number in one.traffic.elements)]
     others = [kernel for kernel in graph.kernels if kernel not in growing]
     return {
         "kernels": sum(kernel.calls for kernel in graph.kernels),

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from known_models import MODELS, KnownModel
 
-from memsave_recipes.tools.fit.ladder import LANGUAGE, TEXTS, find_subject
+from memsave_recipes.tools.fit.ladder import IMAGES, LANGUAGE, TEXTS, find_subject
 
 CHOSEN = {
     "gpt2": "GPT-2",
@@ -24,8 +24,15 @@ CHOSEN = {
     "mistral": "Mistral 7B v0.3",
     "gemma2": "Gemma 2 2B",
     "phi3": "Phi-3 mini",
+    "olmo2": "OLMo 2 1B",
+    "phi": "Phi-2",
+    "modernbert": "ModernBERT base",
+    "dinov2": "DINOv2 base",
+    "swin": "Swin-B",
+    "convnext": "ConvNeXt-T",
+    "resnet": "ResNet-50",
 }
-"""By type. Not yet: OLMo 2, Phi, ModernBERT, DINOv2, Swin and ConvNeXt. Blocks in sequence are never compiled."""
+"""By type: all that the page has but VGG and DenseNet, whose blocks are in sequence and never compiled."""
 LENGTH = 1024
 MOST_LAYERS = 7
 """As many layers have one of each kind; the others have the kernels of these."""
@@ -42,7 +49,9 @@ def flags_of(model: KnownModel, folder: Path) -> tuple[str, list[str]]:
     """The recipe of a model, and the flags to train it; ``folder`` is for its configuration."""
     fewer = {name: min(MOST_LAYERS, model.config[name]) for name in LAYERS if name in model.config}
     subject = find_subject(replace(model, config={**model.config, **fewer}).write(folder))
-    flags = [*subject.flags, "--global_batch_size", "13"]
+    flags = [*subject.flags, "--global_batch_size", "221"]  # 13 x 17: NOTE [ what grows with tokens ]
     if subject.recipe in (LANGUAGE, TEXTS):
         flags += [f"--{subject.length_flag}", str(min(LENGTH, subject.length or LENGTH)), "--dropout", "0"]
+    if subject.recipe == IMAGES and subject.image_size is not None:
+        flags += ["--image_size", str(subject.image_size)]
     return subject.recipe, flags

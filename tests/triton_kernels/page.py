@@ -18,13 +18,21 @@ HEADINGS = (
 INTRODUCTION = """Counted by `make test-triton`: layers of models of the page of `memsave fit`, one of a type,
 under the plan `compiled:1` and bfloat16 autocast, by torch's compiler for cards that are not there. No figure was
 measured on a card. Inductor writes the kernels for an H100. Triton and ptxas make machine code of them for an A100
-(sm_80) and an H100 (sm_90), of each in its first configuration.
+(sm_80) and an H100 (sm_90), of each in its first configuration. VGG and DenseNet are not here: plans compile no blocks
+in sequence.
 
-*Saved*, *read* and *written* are bytes for each element of the layer's input: what the forward leaves for the backward
-besides its inputs, and what Triton's kernels move by inductor's own estimate. Kernels are Triton's and, after the +,
-calls of libraries, such as products and attention; what libraries move is not counted. *Casts of weights* are bytes for
-each weight in a forward and a backward. Registers are the most of a thread in any kernel, *spilled* the bytes of all
-kernels that did not fit. Not compiled yet: OLMo 2, Phi, ModernBERT, DINOv2, Swin and ConvNeXt. Versions: {versions}.
+A model has a row for each form of its layers: weights of other sizes, or an input of another shape or dtype. *Saved*,
+*read* and *written* are bytes for each element of the layer's input: what the forward leaves for the backward besides
+its inputs, and what Triton's kernels move by inductor's own estimate. Kernels are Triton's and, after the +, calls of
+libraries, such as products, convolutions and attention; what libraries move is not counted. Of layers that take several
+graphs, as those of Swin with and without shifted windows, these are of the first one. *Casts of weights* are bytes for
+each weight in a forward and a backward, with the last steps of sums over all tokens, which are most of them where
+weights are few. Registers are the most of a thread in any kernel, *spilled* the bytes of all kernels that did not fit:
+on an A100, of two layers of Swin and one of ResNet.
+
+Triton's interpreter (`TRITON_INTERPRET=1`) ran a cast and a sum of GPT-2's on CPU tensors, without inductor's parts;
+it fails at `libdevice.rsqrt` and `libdevice.tanh`, and cuts float32 to bfloat16 where a card rounds.
+Versions: {versions}.
 """
 
 

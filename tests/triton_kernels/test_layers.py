@@ -43,6 +43,7 @@ def expected(kind):
     return json.loads(RESULTS.read_text(encoding="utf-8"))["rows"][kind]["layers"]
 
 
+@pytest.mark.timeout(900)  # Swin and the convolutional networks have many kernels
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow) for kind in MODELS]
 )
