@@ -1,18 +1,28 @@
-"""What a step computes and moves, counted by classes of kernels, and what share of an H100's peak that predicts.
+"""What a step computes and moves, by classes of kernels, what that predicts, and on a GPU what it takes.
 
-    python benchmarks/mfu.py                     # needs no GPU and no Triton
+    python benchmarks/mfu.py --counts            # needs no GPU and no Triton
+    python benchmarks/mfu.py                     # on a GPU: measures, beside what is predicted for it
+    python benchmarks/mfu.py --compile_layers    # needs a CUDA build of torch, and no GPU: see ``compiled`` below
 
 Counts are those of the planner's fake tensors: operators of one micro-batch with the kernels of CUDA, each at least one
 kernel. Under ``compiled`` the products and the attention of the layers are the same, and all else in them is what
-``make test-triton`` found torch's compiler to make of such a layer: docs/results/triton_kernels.json. Seconds are bytes
-and FLOPs at the rates of ``core/costs/cards.json`` that kernels reach; nothing is measured, and the host takes no time.
+torch's compiler makes of such a layer: docs/results/triton_kernels.json, or what ``--compile_layers`` found. Seconds
+are bytes and FLOPs at the rates of ``core/costs/cards.json`` that kernels reach. Waits are those of
+docs/results/step_counts.json; the host's time is this CPU's, of layers so small that nothing else takes any.
 
-Writes docs/results/mfu.json and .md.
+On a GPU each row trains a few steps in this process, as the recipe does, on random data. Two loops by hand are beside
+GPT-2's: torch.compile of the model of transformers, and of one that is written out.
+
+Writes docs/results/mfu.json and .md, or mfu-CARD of a GPU; with ``STANDIN`` set (tests/standin) out/benchmarks has it.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,27 +32,48 @@ import harness
 import known_models
 import torch
 from fit_page import OfEach
+from gpu_day.machine import STAND_IN, kind_of_machine
+from gpu_day.plain_gpt2 import PEERS, peer_figures
+from gpu_day.step_figures import (
+    CLASSES,
+    RandomData,
+    add_gradients,
+    class_of,
+    figures_of,
+    measured_page_of,
+    processor_ms,
+)
+from recipe_steps import build
 
-from memsave_recipes.core.activations import find_stacks
+from memsave_recipes.core.activations import apply_plan, find_stacks, plan_blocks
 from memsave_recipes.core.costs import estimate
 from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.repeats import Repeats
 from memsave_recipes.core.costs.step_trace import StepTrace
 from memsave_recipes.core.costs.targets import Target, find_target
-from memsave_recipes.core.planner.task import Estimates, Launch, read_task
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.task import Estimates, Launch, Task, read_task
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.tools.fit.ladder import find_subject
 
-TRITON = harness.RESULTS / "triton_kernels.json"
+OWN, TRITON, STEPS = (harness.RESULTS / f"{name}.json" for name in ("mfu", "triton_kernels", "step_counts"))
 CARD = "h100"
-CLASSES = ("products", "attention", "casts", "others")
 KERNELS, BYTES, FLOPS, SECONDS = range(4)
 OPTIMIZER_PASSES, ADDING_PASSES = 10, 3
 """Over the bytes of the weights that train: AdamW reads four and writes three, clipping reads two and writes one; a
 further micro-batch adds its gradients to others."""
 STRATEGIES = ("none", "full")
 """The plans that are counted; ``half`` is the mean of both: every second block is recomputed."""
+RUN_AS = {"none": "none", "compiled": "compiled:1", "half": "every:2"}
+"""By the plans of the page, the strategies that are run."""
+TINY = {
+    "gpt2": {"n_embd": 16, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64},
+    "vit": {"num_attention_heads": 2, "image_size": 32},
+}
+"""By type, layers so small that the host's time is all. A DenseNet's widths are its own."""
+TINY_ROWS = {"language_modeling": "--block_size 8", "image_classification": "--image_size 32"}
 Row = dict[str, Any]
 
 
@@ -51,7 +82,8 @@ class Work:
     """A model of ``known_models.py``, its flags, the samples of a micro-batch and the micro-batches of a step.
 
     Args:
-        kind: of its layers in docs/results/triton_kernels.json, where they are the same.
+        kind: of its layers, in docs/results/triton_kernels.json or among those that ``--compile_layers`` has found.
+        config: what is other than the model's.
     """
 
     name: str
@@ -62,21 +94,36 @@ class Work:
     kind: str | None = None
     config: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def recipe(self) -> str:
+        """By what its rows are."""
+        return "language_modeling" if "--block_size" in self.flags else "image_classification"
+
+    @property
+    def known(self) -> known_models.KnownModel:
+        """The model."""
+        model = next(one for one in known_models.MODELS if one.name == self.model)
+        return replace(model, config={**model.config, **dict(self.config)})
+
+    @contextmanager
+    def task(self, *flags: str) -> Iterator[Task]:
+        """The recipe's, with the loss of large vocabularies; ``flags`` are further ones."""
+        sizes = ["--global_batch_size", str(self.samples * self.micro_batches), "--micro_batch_size", str(self.samples)]
+        with TemporaryDirectory() as folder:
+            subject = find_subject(self.known.write(Path(folder)))
+            words = [*subject.flags, *self.flags.split(), *sizes, *flags]
+            task = read_task(harness.ROOT / "recipes" / f"{subject.recipe}.py", words)
+            yield replace(task, losses=task.losses[-1:])
+
 
 WORKS = (
     Work("GPT-2 124M, 50,257 words", "GPT-2", "--block_size 1024 --dropout 0", 16, 32, "gpt2"),
     Work(
-        "GPT-2 124M, 50,304 words",
-        "GPT-2",
-        "--block_size 1024 --dropout 0",
-        16,
-        32,
-        "gpt2",
-        (("vocab_size", 50304),),
+        "GPT-2 124M, 50,304 words", "GPT-2", "--block_size 1024 --dropout 0", 16, 32, "gpt2", (("vocab_size", 50304),)
     ),
     Work("Llama 3.2 1B, autocast", "Llama 3.2 1B", "--block_size 2048", 4, 8, "llama"),
-    Work("Llama 3.2 1B, bfloat16", "Llama 3.2 1B", "--block_size 2048 --dtype bfloat16", 4, 8),
-    Work("Llama 3.1 8B, LoRA", "Llama 3.1 8B", "--block_size 2048 --lora --dtype bfloat16", 4, 4),
+    Work("Llama 3.2 1B, bfloat16", "Llama 3.2 1B", "--block_size 2048 --dtype bfloat16", 4, 8, "llama, bfloat16"),
+    Work("Llama 3.1 8B, LoRA", "Llama 3.1 8B", "--block_size 2048 --lora --dtype bfloat16", 4, 4, "llama, LoRA"),
     Work("ViT-B/16", "ViT-B/16", "--image_size 224", 64, 4, "vit"),
     Work("DenseNet-121", "DenseNet-121", "--image_size 224", 64, 4),
 )
@@ -101,18 +148,8 @@ class Counting(Target):
         return OfEach(counts)
 
 
-def class_of(operation: str, flops: float) -> str:
-    """The class of an operator."""
-    if "attention" in operation:
-        return "attention"
-    if flops:
-        return "products"
-    return "casts" if operation.endswith("_to_copy") else "others"
-
-
-def counts_of(work: Work, recipe: str, flags: Sequence[str], rates: Target) -> Row:
+def counts_of(work: Work, task: Task, rates: Target) -> Row:
     """The counts of a micro-batch under each plan, those of its blocks apart, and the sizes that rows need."""
-    task = read_task(harness.ROOT / "recipes" / f"{recipe}.py", flags)
     estimates = Estimates(task, Launch(target=Counting.of(rates), mixed_precision="bf16"))
     with replaced(estimate, "find_repeats", lambda *_: Repeats(())):  # all layers are traced
         measured = estimates.of(
@@ -128,6 +165,7 @@ def counts_of(work: Work, recipe: str, flags: Sequence[str], rates: Target) -> R
         "num_blocks": len(blocks),
         "elements": sum(first.outputs.values()) // torch.float32.itemsize,
         "trained_bytes": sum(weight.nbytes for weight in weights),
+        "units": task.micro_batch(1)["input_ids"].numel() if work.recipe == "language_modeling" else 1,
     }
 
 
@@ -150,15 +188,21 @@ def added(counts: Sequence[OfEach]) -> OfEach:
     return sum(counts, start=OfEach([0.0] * 4 * len(CLASSES)))
 
 
-def compiled(counts: Row, layer: Row, rates: Target) -> OfEach:
-    """The counts of a micro-batch whose layers are compiled: all but their products and attention is Triton's."""
+def compiled(counts: Row, layers: Sequence[Row], rates: Target) -> OfEach:
+    """The counts of a micro-batch whose layers are compiled: all but their products and attention is Triton's.
+
+    Args:
+        layers: the first, and where others are not like it the second.
+    """
     inside, whole = counts["by_plan"]["none"]
-    passes = [layer["forward"], layer["backward"]]
-    num_bytes = counts["elements"] * sum(one["read"] + one["written"] for one in passes)
-    num_bytes += layer["weights"] * sum(one["of_weights"] for one in passes)
-    kernels = sum(one["kernels"] for one in passes)
-    seconds = max(num_bytes / rates.bytes_per_s, kernels * rates.kernel_s)
-    fused = [figure * counts["num_blocks"] for figure in (kernels, num_bytes, 0.0, seconds)]
+    fused = OfEach([0.0] * 4)
+    for layer, how_many in ((layers[0], 1), (layers[-1], counts["num_blocks"] - 1)):
+        passes = [layer["forward"], layer["backward"]]
+        num_bytes = counts["elements"] * sum(one["read"] + one["written"] for one in passes)
+        num_bytes += layer["weights"] * sum(one["of_weights"] for one in passes)
+        kernels = sum(one["kernels"] for one in passes)
+        seconds = max(num_bytes / rates.bytes_per_s, kernels * rates.kernel_s)
+        fused += OfEach([kernels, num_bytes, 0.0, seconds]) * how_many
     eager = OfEach([*[0.0] * 8, *inside[8:]])  # casts and others
     return whole - eager + OfEach([*[0.0] * 12, *fused])
 
@@ -171,65 +215,174 @@ def row_of(work: Work, column: str, counts: Row, micro_batch: OfEach, rates: Tar
     step_s += between * counts["trained_bytes"] / rates.bytes_per_s
     _, whole = counts["by_plan"]["none"]
     flops = work.micro_batches * sum(whole[4 * place + FLOPS] for place in range(len(CLASSES)))
+    peak_s = flops / rates.flops_per_s["bfloat16"]
     return {
         "model": work.name,
         "plan": column,
         "samples": [work.samples, work.micro_batches],
+        "units": work.samples * work.micro_batches * counts["units"],
         "classes": by_class,
+        "peak_s": peak_s,
         "predicted_step_s": step_s,
-        "predicted_mfu_pct": 100 * flops / step_s / rates.flops_per_s["bfloat16"],
+        "predicted_mfu_pct": 100 * peak_s / step_s,
     }
 
 
 def rows_of(work: Work, rates: Target, layers: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of a model; none under ``compiled`` where no layer of its form was compiled."""
-    model = next(one for one in known_models.MODELS if one.name == work.model)
-    with TemporaryDirectory() as folder:
-        subject = find_subject(replace(model, config={**model.config, **dict(work.config)}).write(Path(folder)))
-        sizes = ["--global_batch_size", str(work.samples * work.micro_batches), "--micro_batch_size", str(work.samples)]
-        counts = counts_of(work, subject.recipe, [*subject.flags, *work.flags.split(), *sizes], rates)
+    with work.task() as task:
+        counts = counts_of(work, task, rates)
     none, full = (counts["by_plan"][strategy][1] for strategy in STRATEGIES)
-    yield row_of(work, "none", counts, none, rates)
+    steps = json.loads(STEPS.read_text(encoding="utf-8"))["rows"]
+    of_adamw = [row for row in steps if (row["recipe"], row["optimizer"]) == (work.recipe, "AdamW")]
+    waits = {row["plan"]: row.get("waits") for row in of_adamw}
+    yield row_of(work, "none", counts, none, rates) | {"graphs": 0, "waits": waits["none"]}
     if work.kind is not None:
-        yield row_of(work, "compiled", counts, compiled(counts, layers[work.kind]["layers"][0], rates), rates)
-    yield row_of(work, "half", counts, (none + full) * 0.5, rates)
+        kinds = layers[work.kind]["layers"]
+        graphs = sum(one["graphs"]["forward"] for one in kinds)
+        yield row_of(work, "compiled", counts, compiled(counts, kinds, rates), rates) | {"graphs": graphs}
+    yield row_of(work, "half", counts, (none + full) * 0.5, rates) | {"graphs": 0, "waits": waits["full"]}
 
 
-def page_of(rows: Sequence[Row], rates: Target, versions: Mapping[str, str]) -> str:
-    """The page."""
-    headings = ("model", "plan", "micro-batches", *(f"{name}: kernels, GB" for name in CLASSES), "ms a step", "MFU")
-    cells = [
-        [
-            row["model"],
-            row["plan"],
-            "{} x {}".format(*row["samples"]),
-            *(f"{one[KERNELS]:.0f}, {one[BYTES] / 1e9:.1f}" for one in row["classes"].values()),
-            f"{1000 * row['predicted_step_s']:.0f}",
-            f"{row['predicted_mfu_pct']:.1f} %",
-        ]
-        for row in rows
-    ]
-    named = ", ".join(f"{name} {number}" for name, number in versions.items())
+def compile_layers(works: Sequence[Work]) -> Row:
+    """The layers of other forms than those of docs/results/triton_kernels.json, by the same compiler."""
+    sys.path.append(str(harness.ROOT / "tests"))
+    layers, models = (import_module(f"triton_kernels.{name}") for name in ("layers", "models"))
+    found = {}
+    for work in works:
+        with TemporaryDirectory() as folder:
+            recipe, flags = models.flags_of(work.known, Path(folder))
+            calls = layers.calls_of(recipe, [*flags, *work.flags.split()], torch.bfloat16)
+        found[work.kind] = {"layers": layers.rows_of(calls, torch.bfloat16, with_code=False)}
+    versions = harness.describe_machine(torch.device("cpu"), "triton", "transformers")["versions"]
+    return {"rows": found, "versions": versions}
+
+
+def host_ms(work: Work) -> dict[str, float]:
+    """By plan, the processor time of this CPU in a forward and backward of all layers, tiny; of the eager plans."""
+    kind = work.known.config.get("model_type")
+    if kind is None:
+        return {}
+    tiny = {"hidden_size": 16, "intermediate_size": 16, **TINY[kind]}
+    small = replace(work, samples=1, micro_batches=1, config=(*work.config, *tiny.items()))
+    with small.task(*TINY_ROWS[work.recipe].split()) as task:
+        real = RandomData(**vars(build(task, "bf16")))
+    micro_batch, found = partial(add_gradients, real, real.batch(1)), {}
+    for plan in ("none", "half"):
+        with apply_plan(real.model, plan_blocks(real.model, RUN_AS[plan])):
+            found[plan] = processor_ms(micro_batch)
+    return found
+
+
+def measured_recipe(work: Work, plan: str) -> Row:
+    """Steps of the recipe under a plan, on the device that is here."""
+    with work.task() as task, harness.this_device():
+        real = RandomData(**vars(build(task, "bf16")))
+    with apply_plan(real.model, plan_blocks(real.model, RUN_AS[plan])):
+        step = partial(real.step, work.samples * work.micro_batches, work.samples)
+        return figures_of(step, partial(add_gradients, real, real.batch(work.samples)), work.micro_batches)
+
+
+def with_measured(work: Work, rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows of a model and those of its peers, with what was measured, or why it could not be."""
+    calls = [(row, partial(measured_recipe, work, row["plan"])) for row in rows]
+    if work.model == "GPT-2":
+        shared = {name: rows[0][name] for name in ("model", "samples", "units", "peak_s")}
+        batch = (work.micro_batches, work.samples, rows[0]["units"] // (work.micro_batches * work.samples))
+        calls += [(shared | {"plan": name}, partial(peer_figures, name, work.known.config, batch)) for name in PEERS]
+    for row, call in calls:
+        torch.compiler.reset()
+        harness.empty_device()
+        try:
+            yield row | {"measured": call()}
+        except (InputError, torch.OutOfMemoryError) as error:
+            yield row | {"refused": str(error).splitlines()[0]}
+
+
+def page_of(rows: Sequence[Row], rates: Target, machine: Row) -> str:
+    """The page of counts."""
+    named = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return (
-        "From `benchmarks/mfu.py`: kernels and bytes of one micro-batch, counted on fake tensors, by class; *casts* "
-        "change the dtype of activations and weights, *others* are norms, activations, sums and the loss. Nothing "
-        "here was measured. Milliseconds and MFU are **predicted** for an H100 whose host takes no time, by the rates "
-        f"of `core/costs/cards.json` that come from one run: {rates.shares.run}. `compiled`: products and attention as "
-        "under `none`, all else in the layers from [triton_kernels](triton_kernels.md), with the loss outside of them "
-        "eager. `half`: every second block recomputed, eager (the mean of `none` and `full`). A model without a row "
-        "under `compiled` has layers that page does not. "
-        f"Versions: {named}.\n\n{harness.markdown_table(headings, cells)}"
+        "From `benchmarks/mfu.py --counts`: kernels and bytes of one micro-batch, counted on fake tensors, by class; "
+        "*casts* change the dtype of activations and weights, *others* are norms, activations, sums and the loss. "
+        "Nothing here was measured on a GPU. Milliseconds and MFU are **predicted** for an H100 whose host takes no "
+        "time, by the rates of `core/costs/cards.json`, fitted to one run and checked by another "
+        f"([the planner](../planner.md)): {rates.shares.run}. `compiled`: products and attention as "
+        "under `none`, all else in the layers from [triton_kernels](triton_kernels.md) or compiled in the same way, "
+        "with the loss outside of them eager. `half`: every second block recomputed, eager (the mean of `none` and "
+        "`full`). DenseNet's blocks are in sequence, and no plan compiles such. *Graphs* are those of the layers. "
+        "*Waits* of the host for the device in a step are the recipe's, from [step_counts](step_counts.md), under "
+        "`none` and `full`; nothing compiles there. *Host* is processor time of the CPU that counted "
+        f"({machine['device']}), not measured beside a GPU: a forward and backward of as many layers, so small that "
+        "hardly anything but the launch takes time, eager. "
+        f"Versions: {named}.\n\n{harness.markdown_table(HEADINGS, map(cells, rows))}"
     )
 
 
+HEADINGS = (
+    *("model", "plan", "micro-batches", *(f"{name}: kernels, GB" for name in CLASSES)),
+    *("graphs", "waits", "host, ms", "ms a step", "MFU"),
+)
+
+
+def cells(row: Row) -> list[str]:
+    """Of the page of counts."""
+    return [
+        *(row["model"], row["plan"], "{} x {}".format(*row["samples"])),
+        *(f"{one[KERNELS]:.0f}, {one[BYTES] / 1e9:.1f}" for one in row["classes"].values()),
+        *(str(row["graphs"]), str(row.get("waits", "-"))),
+        f"{row['host_ms']:.0f}" if "host_ms" in row else "-",
+        *(f"{1000 * row['predicted_step_s']:.0f}", f"{row['predicted_mfu_pct']:.1f} %"),
+    ]
+
+
 def main(args: Sequence[str] | None = None) -> None:
-    """Count all rows."""
-    flags = harness.read_flags(harness.make_parser(__doc__), args)
-    rates, layers = find_target(CARD).calibrated, json.loads(TRITON.read_text(encoding="utf-8"))["rows"]
-    rows = [row for work in WORKS[: 1 if flags.quick else None] for row in rows_of(work, rates, layers)]
-    versions = harness.describe_machine(torch.device("cpu"), "transformers")["versions"]
-    results = {"card": CARD, "rows": rows, "versions": versions}
-    harness.write_results(flags.output_dir, "mfu", results, page_of(rows, rates, versions))
+    """Count all rows, and measure them where there is a GPU."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--counts", action="store_true", help="count alone, for an H100; so it is where no GPU is")
+    parser.add_argument("--compile_layers", action="store_true", help="compile layers for docs/results/mfu.json alone")
+    flags = harness.read_flags(parser, args)
+    layers = json.loads(TRITON.read_text(encoding="utf-8"))["rows"]
+    own = json.loads(OWN.read_text(encoding="utf-8"))
+    works = WORKS[: 1 if flags.quick else None]
+    if flags.compile_layers:
+        others = [work for work in WORKS if work.kind not in (None, *layers)]
+        harness.write_results(flags.output_dir, OWN.stem, own | {"layers": compile_layers(others)})
+        return
+    layers |= own["layers"]["rows"]
+    if flags.counts or not torch.cuda.is_available():
+        if not flags.counts:
+            print("no GPU is here to measure on: counting alone, as with --counts")
+        count(works, layers, own["layers"], flags.output_dir)
+    else:
+        measure(works, layers, flags.output_dir)
+
+
+def count(works: Sequence[Work], layers: Mapping[str, Any], own_layers: Row, folder: Path) -> None:
+    """Write the page of counts."""
+    torch.set_num_threads(1)
+    rates, rows = find_target(CARD).calibrated, []
+    for work in works:
+        of_host = {} if torch.cuda.is_available() else host_ms(work)
+        for row in rows_of(work, rates, layers):
+            rows.append(row | ({"host_ms": of_host[row["plan"]]} if row["plan"] in of_host else {}))
+    machine = harness.describe_machine(torch.device("cpu"), "transformers")
+    results = {"card": CARD, "rows": rows, "layers": own_layers, **machine}
+    harness.write_results(folder, OWN.stem, results, page_of(rows, rates, machine))
+
+
+def measure(works: Sequence[Work], layers: Mapping[str, Any], folder: Path) -> None:
+    """Write the page of this GPU, again after each row."""
+    is_stand_in = kind_of_machine(is_tiny=False) == STAND_IN
+    rates = find_target(CARD if is_stand_in else "cuda").calibrated
+    name, folder = ("mfu-stand-in", harness.QUICK_RESULTS) if is_stand_in else (f"mfu-{rates.word}", folder)
+    machine = harness.describe_machine(harness.this_device(), "triton", "transformers")
+    rows: list[Row] = []
+    for work in works:
+        for row in with_measured(work, list(rows_of(work, rates, layers))):
+            rows.append(row)
+            page = measured_page_of(rows, rates.name, machine, is_stand_in=is_stand_in)
+            harness.write_results(folder, name, {"card": rates.word, "rows": rows, **machine}, page)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ The flags are those of ``recipes/language_modeling.py``. Writes results.json, wi
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WARM_UP = 4  # steps
@@ -28,6 +31,22 @@ def read_flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def add_gradients(loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
+    """Those of a micro-batch that is this share of a step."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        loss = loss_of(ids)
+    (loss * share).backward()
+
+
+def train_step(loss_of: Callable[[Tensor], Tensor], optimizer: Optimizer, rows: Tensor, micro_batch_size: int) -> None:
+    """Micro-batches of a global batch, clipping and the update."""
+    for ids in rows.split(micro_batch_size):
+        add_gradients(loss_of, ids, len(ids) / len(rows))
+    torch.nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def main() -> None:
     """Train and write."""
     flags = read_flags()
@@ -40,13 +59,7 @@ def main() -> None:
     seconds = []
     for _ in range(flags.max_steps):
         began = perf_counter()
-        for ids in rows.split(flags.micro_batch_size):
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids).loss
-            (loss * len(ids) / len(rows)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(lambda ids: model(input_ids=ids, labels=ids).loss, optimizer, rows, flags.micro_batch_size)
         torch.accelerator.synchronize()
         seconds.append(perf_counter() - began)
     peak_gib = torch.accelerator.max_memory_allocated() / 2**30
