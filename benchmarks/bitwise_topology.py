@@ -15,12 +15,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import harness
-from accelerate import Accelerator
 from loop_overhead import WORKS, Training, Work
 
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.training.exact.batch_layouts import IndexedLayout
-from memsave_recipes.training.launch.start import describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import Accelerator, describe_environment
 
 LAYOUTS = {"usual": BatchLayout, "the same again": BatchLayout, "bitwise topology": IndexedLayout}
 YARDSTICK = "usual"
@@ -54,7 +53,7 @@ def main() -> None:
     flags = harness.read_flags(harness.make_parser(__doc__), None)
     work = WORKS["loop_overhead"]
     work = replace(work, num_steps=8, num_warmup_steps=2) if flags.quick else work
-    accelerator = start_accelerator()
+    accelerator = Accelerator()
     rows = [
         row for number in NUM_MICRO_BATCHES for row in measure(replace(work, accumulation_steps=number), accelerator)
     ]

@@ -29,7 +29,7 @@ from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.core.text import format_bytes
 from memsave_recipes.training.checkpoints import Checkpoints, StopSignals, TrainState
 from memsave_recipes.training.checkpoints.commit import verify_manifest
-from memsave_recipes.training.launch.start import describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import Accelerator, describe_environment
 
 LAYERS = {192: 16, 576: 48}  # MiB of weights and state: layers of 1024 x 1024 float32, with two of Adam's each
 QUICK_LAYERS = {12: 1}
@@ -42,7 +42,7 @@ class Work:
 
     def __init__(self, folder: Path, num_layers: int) -> None:
         self.folder = folder
-        self.accelerator = start_accelerator()
+        self.accelerator = Accelerator()
         self.accelerator.free_memory()
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--folder", help="on the disk to be measured; default: the system's temporary one")
     parser.add_argument("--repeats", type=int, default=7)
     flags = harness.read_flags(parser, None)
-    environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
+    environment = describe_environment(Accelerator()) | {"num_cpus": os.cpu_count()}
     rows = []
     for num_layers in (QUICK_LAYERS if flags.quick else LAYERS).values():
         folder = Path(tempfile.mkdtemp(dir=flags.folder))

@@ -27,7 +27,6 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from forked import EndStep, Runner
 from models import RandomImages, small_vit
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, SampleOrd
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, resolve_trackers, start_trackers
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.launch.start import describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import Accelerator, describe_environment
 
 LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0
 
@@ -148,7 +147,8 @@ class Training:
     def step(self, batch: GlobalBatch) -> Tensor:
         """Train it; returns the gradient's norm."""
         for micro_batch in batch.forwards(self.model):
-            batch.backward(self.loss_of(micro_batch))
+            loss_sum = self.loss_of(micro_batch)
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
         grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         self.scheduler.step()
@@ -159,7 +159,7 @@ class Training:
 def our_loop(work: Work, end_step: EndStep) -> None:
     """The loop of recipes/image_classification.py, with all that it measures and writes."""
     with tempfile.TemporaryDirectory() as folder:
-        accelerator = start_accelerator(log_with=resolve_trackers(["none"], Path(folder)))
+        accelerator = Accelerator(log_with=resolve_trackers(["none"], Path(folder)))
         training = Training(work, accelerator)
         labels = RunLabels(project="", group="", name="", tags=[], config={}, output_dir=Path(folder))
         start_trackers(accelerator, labels)
@@ -287,7 +287,7 @@ def main() -> None:
     missing = [loop for loop in LOOPS if loop not in installed]
     rows = summarize(measure(work, installed))
     show(rows, work, missing)
-    environment = describe_environment(start_accelerator())
+    environment = describe_environment(Accelerator())
     if "Lightning Fabric" in installed:
         environment["versions"]["lightning"] = version("lightning")
     environment["num_cpus"] = os.cpu_count()

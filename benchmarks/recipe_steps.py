@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from harness import ROOT
 from models import RECIPES
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from memsave_recipes.core.costs.breakdown import break_down_peak
 from memsave_recipes.core.planner.task import Task, read_task
 from memsave_recipes.core.step.batch_layout import Batch
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
 
 
@@ -70,7 +69,7 @@ class Real:
 def build(task: Task, precision: str = "no") -> Real:
     """What the recipe builds before its loop."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = start_accelerator(mixed_precision=precision)
+    accelerator = Accelerator(mixed_precision=precision)
     torch.manual_seed(0)
     model = task.planned_model().to(accelerator.device).train()
     optimizer = make_optimizer(task.optim, model)

@@ -29,7 +29,7 @@ from loop_overhead import LEARNING_RATE, LOGGING_STEPS, Training, Work
 
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, finish_trackers, resolve_trackers, start_trackers
-from memsave_recipes.training.launch.start import describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import Accelerator, describe_environment
 
 WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS = 2, 40, 2
 BARE, AGAIN = "no telemetry", "the same again"
@@ -79,7 +79,7 @@ class Loop:
         self.step_seconds.append(time.perf_counter() - began)
 
     def _run(self) -> Iterator[None]:
-        accelerator = start_accelerator()
+        accelerator = Accelerator()
         training = Training(self.work, accelerator)
         if self.report_to is None:
             yield from self._run_bare(training)
@@ -118,7 +118,7 @@ def main() -> None:
     windows = QUICK_WINDOWS if flags.quick else WINDOWS
     num_steps = LOGGING_STEPS * (WARMUP_WINDOWS + windows)
     work = Work(micro_batch_size=32, accumulation_steps=1, num_warmup_steps=0, num_steps=num_steps)
-    environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
+    environment = describe_environment(Accelerator()) | {"num_cpus": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRACKIO_DIR"] = folder
         loops = {

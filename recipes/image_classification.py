@@ -23,12 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.activations.streaming import place
 from memsave_recipes.core.losses import SINGLE, LabelLoss
-from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
-from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
     build_image_classifier,
@@ -41,18 +38,21 @@ from memsave_recipes.models.image_classifiers import (
 from memsave_recipes.models.saved import save_image_classifier
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments
 from memsave_recipes.run.recipe import (
+    Accelerator,
     Batch,
     InputError,
     LabelArguments,
     RecipeArguments,
     Run,
     Task,
+    apply_plan,
     evaluate_classifier,
+    make_optimizer,
+    make_scheduler,
     parse_arguments,
     run_recipe,
     summed_loss,
 )
-from memsave_recipes.training.launch.start import synchronize_batchnorm
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
@@ -76,49 +76,51 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train an image classifier as the flags say; returns the content of ``results.json``."""
     (args,) = parse_arguments(Arguments, args=argv)
     with Run.open(args, recipe="image_classification") as run:
-        return train(run.args, run)
+        return train(run)
 
 
-def train(args: Arguments, run: Run) -> dict[str, Any]:
+def train(run: Run) -> dict[str, Any]:
     """Train the classifier in the run's folder."""
+    accelerator = Accelerator(**run.launch)
+    args: Arguments = run.join(accelerator)
+
     # Data: each batch is one optimizer step, the same samples in the same order on any number of ranks
     with run.main_process_first():
-        labels, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
-        images = load_images(args, seed=args.seed, model_labels=labels, grey_bits=grey_bits)
+        names, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
+        images = load_images(args, seed=args.seed, model_labels=names, grey_bits=grey_bits)
     of_train = images.train.rows["label"][:]
     loss = args.label_loss(images.problem_type, images.label_names, of_train)
     batches = run.global_batches(images.train, weights=loss.weights_of(of_train))
 
-    # Model and optimizer
+    # Model, optimizer and schedule
     task = describe(args, images.label_names, loss)
-    bare = run.build(task)
-    if args.sync_batchnorm:
-        bare = synchronize_batchnorm(bare, run.accelerator.device)
-    saved = task.adapt(bare)
-    if task.check_samples is not None:  # the planner leaves out micro-batches that are too small
-        task.check_samples(bare, 2 if args.micro_batch_size == AUTO else batches.smallest_micro_batch)
-    place(bare, run.accelerator.device, streamed=task.streamed)
+    bare, model = run.build(task, batches)
+    optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
+    scheduler = make_scheduler(args, optimizer, batches.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
 
-    # With the activation plan that the flags name, or the fastest that fits the memory
-    prepared = run.prepare(task, batches, bare)
-    model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
+    # The activation plan that the flags name, or the fastest that fits the memory
+    plan = run.choose_plan(model, optimizer)
+    handle = apply_plan(bare, plan)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
-    training = run.begin(prepared, data=images.fingerprint, work=work, saved=saved, notices=images.notices)
+    training = run.begin(
+        model, optimizer, scheduler, handle, data=images.fingerprint, work=work, notices=images.notices
+    )
 
     labels = {"problem_type": images.problem_type, "label_names": images.label_names}
     options = {"logits_of": partial(logits_of_images, pixels=pixels_for(args)), "exact": batches.layout.is_bitwise}
-    validate = partial(evaluate_classifier, model, run.accelerator, **options, **labels)
+    validate = partial(evaluate_classifier, model, accelerator, **options, **labels)
     training.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
     for batch in training.steps():
-        with training.measured(batch):
-            for micro_batch in batch.forwards(model):
-                batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = training.clip_gradients()
-            if training.should_step(batch, grad_norm):
-                optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        training.log_step(batch, grad_norm)
+        for micro_batch in batch.forwards(model):
+            loss_sum = task.loss_of(model, micro_batch)
+            accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))  # of the mean over the global batch
+        grad_norm = training.clip_grad_norm_(args.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if figures := training.end_step(grad_norm):
+            accelerator.log(figures, step=training.step)
         training.evaluate_if_due(validate, images.validation)
         training.save_if_due()
 
@@ -132,8 +134,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         grey_bits=images.grey_bits,
         **normalization(args),
     )
-    figures = {"model": args.name, "num_trained_parameters": training.num_trained}
-    return training.finish(merged(saved) if args.lora_merge else saved, save_others, **figures)
+    return training.finish(run.saved, save_others, model=args.name)
 
 
 def task(argv: list[str] | None = None) -> Task:

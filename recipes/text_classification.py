@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.activations.streaming import place
 from memsave_recipes.core.losses import REGRESSION, SINGLE, LabelLoss
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
@@ -35,7 +34,6 @@ from memsave_recipes.data.text.tokenizers import (
     load_text_tokenizer,
     tokenize,
 )
-from memsave_recipes.models.adapters import merged
 from memsave_recipes.models.pretrained import (
     TransformerArguments,
     build_text_classifier,
@@ -45,13 +43,16 @@ from memsave_recipes.models.pretrained import (
 from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 from memsave_recipes.run.recipe import (
+    Accelerator,
     Batch,
-    InputError,
     LabelArguments,
     RecipeArguments,
     Run,
     Task,
+    apply_plan,
     evaluate_classifier,
+    make_optimizer,
+    make_scheduler,
     parse_arguments,
     require,
     run_recipe,
@@ -86,11 +87,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train a text classifier as the flags say; returns the content of ``results.json``."""
     (args,) = parse_arguments(Arguments, args=argv)
     with Run.open(args, recipe="text_classification") as run:
-        return train(run.args, run)
+        return train(run)
 
 
-def train(args: Arguments, run: Run) -> dict[str, Any]:
+def train(run: Run) -> dict[str, Any]:
     """Train the classifier in the run's folder."""
+    accelerator = Accelerator(**run.launch)
+    args: Arguments = run.join(accelerator)
+
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
     config = configuration_of(args)
     check_length(args.max_length, config)
@@ -106,52 +110,46 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     loss = args.label_loss(texts.problem_type, texts.label_names, of_train)
     batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate, weights=loss.weights_of(of_train))
 
-    # Model, adapters and optimizer
+    # Model, optimizer and schedule
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
     special = {name: getattr(tokenizer, name) for name in names}
     task = describe(args, texts.label_names, loss, vocab_size=len(tokenizer), **special)
-    bare = run.build(task)
-    check_vocabulary(tokenizer, bare.config.get_text_config().vocab_size)
-    check_inputs(bare, tokens.train, tokens.validation)
-    check_length(args.max_length, bare.config, bare, tokenizer)
-    saved = task.adapt(bare)
-    place(bare, run.accelerator.device, streamed=task.streamed)
+    bare, model = run.build(task, batches, settle=partial(check_model, args=args, tokens=tokens))
+    optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
+    scheduler = make_scheduler(args, optimizer, batches.num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
 
-    # With the activation plan that the flags name, or the fastest that fits the memory
-    prepared = run.prepare(task, batches, bare)
-    model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
+    # The activation plan that the flags name, or the fastest that fits the memory
+    plan = run.choose_plan(model, optimizer)
+    handle = apply_plan(bare, plan)
     work, notices = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok", (texts.notice, tokens.notice)
-    training = run.begin(prepared, data=tokens.fingerprint, work=work, saved=saved, notices=notices)
+    training = run.begin(model, optimizer, scheduler, handle, data=tokens.fingerprint, work=work, notices=notices)
 
     labels = {"problem_type": texts.problem_type, "label_names": texts.label_names}
     options = {"logits_of": logits_of_texts, "with_f1": True, "exact": batches.layout.is_bitwise, **labels}
-    validate = partial(evaluate_classifier, model, run.accelerator, **options)
+    validate = partial(evaluate_classifier, model, accelerator, **options)
     training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
     for batch in training.steps():
-        with training.measured(batch):
-            for micro_batch in batch.forwards(model):
-                batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = training.clip_gradients()
-            if training.should_step(batch, grad_norm):
-                optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        training.log_step(batch, grad_norm)
+        for micro_batch in batch.forwards(model):
+            loss_sum = task.loss_of(model, micro_batch)
+            accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))  # of the mean over the global batch
+        grad_norm = training.clip_grad_norm_(args.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if figures := training.end_step(grad_norm):
+            accelerator.log(figures, step=training.step)
         training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
         training.save_if_due()
 
-    trained = merged(saved) if args.lora_merge else saved
-    figures = {"model": args.name, "num_trained_parameters": training.num_trained}
     of_tokens = {"tokenizer": tokenizer, "samples": tokens.train, "max_length": args.max_length}
     save_tokens = partial(save_text_processor, **of_tokens, **labels)
-    return training.finish(trained, save_tokens, evaluated=texts.baseline, **figures)
+    return training.finish(run.saved, save_tokens, evaluated=texts.baseline, model=args.name)
 
 
 def task(argv: list[str] | None = None) -> Task:
     """The task of the flags, for ``memsave plan``: before there are texts or weights."""
     (args,) = parse_arguments(Arguments, args=argv)
-    if args.load_in_4bit:
-        raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
     assumed = (f"{DEFAULT_CLASSES} classes", f"texts of {args.max_length} tokens")
     problem = args.problem_type or SINGLE
     names = tuple(map(str, range(1 if problem == REGRESSION else DEFAULT_CLASSES)))
@@ -185,6 +183,14 @@ def describe(
         stream_weights=args.stream_weights == "host",
         assumed=assumed,
     )
+
+
+def check_model(model: nn.Module, *, args: Arguments, tokens: Any) -> tuple[()]:
+    """Refuse texts and tokens that the model cannot take."""
+    check_vocabulary(tokens.train.tokenizer, model.config.get_text_config().vocab_size)
+    check_inputs(model, tokens.train, tokens.validation)
+    check_length(args.max_length, model.config, model, tokens.train.tokenizer)
+    return ()
 
 
 def logits_of_texts(model: nn.Module, batch: Batch) -> Tensor:

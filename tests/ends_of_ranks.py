@@ -6,12 +6,11 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 
-from accelerate import Accelerator
 from nursery import free_port
 from torch.distributed import TCPStore
 
 from memsave_recipes.training.launch.distributed import missing_ranks_end_the_run
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 
 FORK, END_S = get_context("fork"), 60
 Program = Callable[[Accelerator], None]
@@ -48,7 +47,7 @@ def _be_rank(program: Program, folder: Path, rank: int, limit_s: float | None) -
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     printed = os.open(folder / f"printed-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 2)
-    accelerator = start_accelerator()
+    accelerator = Accelerator()
     with nullcontext() if limit_s is None else missing_ranks_end_the_run(limit_s):
         program(accelerator)
     os._exit(0)

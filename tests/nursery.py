@@ -24,11 +24,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 
 FORK = multiprocessing.get_context("fork")
 TRIAL_TIMEOUT_S, RANKS_TIMEOUT_S, PROGRAM_TIMEOUT_S = 120, 60, 60
@@ -196,7 +195,7 @@ def _be_rank(function: RankFunction, rank: int, num_ranks: int, port: int, resul
         world = {"WORLD_SIZE": num_ranks, "RANK": rank, "LOCAL_WORLD_SIZE": num_ranks, "LOCAL_RANK": rank}
         os.environ |= {name: str(value) for name, value in world.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if _answer(results, lambda: function(start_accelerator())):
+    if _answer(results, lambda: function(Accelerator())):
         time.sleep(600)  # until it is ended: a rank that left early could break the last collective of the others
 
 

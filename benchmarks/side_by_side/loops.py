@@ -9,7 +9,6 @@ from typing import Any
 
 import harness
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 import memsave_recipes as memsave
@@ -20,7 +19,7 @@ from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import RunLabels, resolve_trackers, start_trackers
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 from side_by_side.work import LEARNING_RATE, PADDING, Documents, Watch, Work, on_device, padded, summed_loss
 
 MAX_GRAD_NORM, LOGGING_STEPS = 1.0, 10
@@ -56,7 +55,7 @@ def our_loop(
 ) -> None:
     """The loop of recipes/language_modeling.py, with all that it measures and writes."""
     with TemporaryDirectory() as folder:
-        accelerator = start_accelerator(log_with=resolve_trackers(["none"], Path(folder)))
+        accelerator = Accelerator(log_with=resolve_trackers(["none"], Path(folder)))
         bare = work.make_model()
         optimizer = work.make_optimizer(bare)
         model, optimizer = accelerator.prepare(CausalLMLoss(bare, loss), optimizer)
@@ -86,7 +85,8 @@ def our_loop(
 
         def train_step(batch: GlobalBatch) -> Tensor:
             for micro_batch in batch.forwards(model):
-                batch.backward(loss_of(micro_batch))
+                loss_sum = loss_of(micro_batch)
+                batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()

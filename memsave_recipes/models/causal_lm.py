@@ -74,7 +74,8 @@ class CausalLMLoss(nn.Module):
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
-        self.sequence_group = sequence_group
+        adopted: SequenceGroup | None = vars(model).get("sequence_group")
+        self.sequence_group = adopted if sequence_group is None else sequence_group
         vars(model)["compiles_loss"] = False  # which a plan that compiles layers changes
         self.balance = _balance_of(model)
         self.balancing_loss: Tensor | None = None  # of the last forward
@@ -141,6 +142,11 @@ class CausalLMLoss(nn.Module):
                 return self._balanced(losses[0], outputs, targets)
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
         return loss_of(hidden, tied, head.loss)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The balancing loss of the last forward, for a row of metrics; reading it waits for the device."""
+        return {} if self.balancing_loss is None else {"train/aux_loss": self.balancing_loss.item()}
 
     def _balanced(self, loss: Tensor, outputs: Any, targets: Tensor) -> Tensor:
         """Add the balancing loss of ``outputs`` to a summed loss, in training: NOTE [ balanced experts ]."""

@@ -256,6 +256,8 @@ def build_transformer(
     Raises:
         InputError: no such model, overrides that it does not know, or code of its own without ``--trust_remote_code``.
     """
+    if in_4bit and not with_weights:
+        raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
     if flags.model_name_or_path is None and in_4bit:
         raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
     whole: Callable[[], PreTrainedModel]

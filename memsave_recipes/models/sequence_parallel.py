@@ -185,7 +185,9 @@ class SequenceGroup:
 
     @torch.no_grad()
     def adopt(self, model: PreTrainedModel, *, compiles: bool = False) -> None:
-        """Let ``model`` attend by document, and check that slices have the logits of whole rows; for all ranks.
+        """Let ``model`` attend by document in this group, and check that slices have the logits of whole rows.
+
+        For all ranks.
 
         Raises:
             InputError: it cannot, or they have not, or its layers are to be compiled with dropout.
@@ -197,6 +199,7 @@ class SequenceGroup:
             )
         if reason := attend_by_document(model) or _why_not_in_parts(model) or self._why_not(model):
             raise InputError(f"--sequence_parallel {self.size}: the model needs whole rows, as {reason}: leave it out")
+        vars(model)["sequence_group"] = self
 
     def _why_not(self, model: PreTrainedModel) -> str | None:
         if self.group is None:

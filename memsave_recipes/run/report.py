@@ -25,7 +25,7 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.core.text import printable
 from memsave_recipes.run.memory_watch import MemoryWatch, RunSettings, largest_in_gib
-from memsave_recipes.run.trackers import alert, log_metrics, sync_rows, tracker_ids
+from memsave_recipes.run.trackers import alert, sync_rows, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch.start import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
@@ -155,8 +155,8 @@ class RunReport:
         self.samples_seen += batch.num_samples
         self.tokens_seen = self.tokens_seen + tokens
 
-    def log_window(self, step: int, *, learning_rate: float) -> str:
-        """Log the window that ends with ``step`` (from 1); return its figures in a few words.
+    def end_window(self, step: int, *, learning_rate: float) -> tuple[dict[str, Any], str]:
+        """Return the figures of the window that ends with ``step`` (from 1), and some of them in words.
 
         Raises:
             NotFinite: more of its steps than allowed are not finite.
@@ -175,9 +175,8 @@ class RunReport:
             progress = {"epoch": step / self.batches.order.steps_per_epoch, **self._seen()}
             sections = {"train": train, "perf": perf, "memory": memory, "progress": progress}
             row = {f"{section}/{key}": value for section, figures in sections.items() for key, value in figures.items()}
-            log_metrics(self.accelerator, row, step)
             self._alert_of_skips(step)
-        return _in_words(self.train_loss, perf, memory)
+        return row, _in_words(self.train_loss, perf, memory)
 
     def evaluation_is_due(self, step: int, *, every: int | None) -> bool:
         """Return whether one is to follow ``step``: after ``every`` steps or each epoch, and the last; never twice."""
@@ -194,7 +193,7 @@ class RunReport:
             NotFinite: its loss is not finite.
         """
         figures = {name: figure for name, figure in figures.items() if name == "loss" or not _is_nan(figure)}
-        log_metrics(self.accelerator, {f"eval/{key}": value for key, value in scalars_of(figures).items()}, step)
+        self.accelerator.log({f"eval/{key}": value for key, value in scalars_of(figures).items()}, step=step)
         if not isfinite(figures["loss"]):
             raise NotFinite(
                 f"the evaluation after step {step} is not finite (loss {figures['loss']:g}), although the steps were: "

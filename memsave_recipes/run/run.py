@@ -1,33 +1,49 @@
-"""A run of a recipe: Accelerator, folder, plan, checkpoints, trackers and figures. The training step is the recipe's.
+"""A run of a recipe: folder, flags, checkpoints, trackers and figures. Accelerate's calls are the recipe's own.
 
-1. ``Run.open`` checks flags and folder, starts Accelerate and locks the folder; it writes and deletes nothing.
-2. ``Run.prepare`` makes a ``PreparedRun``: Accelerate's model and optimizer, and the plan, which ``--verify`` proves.
-3. ``Run.begin`` restores the newest checkpoint or clears the folder, and makes a ``TrainingRun``. Its ``finish`` writes
-   ``final/`` and ``results.json``; the end of ``open`` prints the summary, closes the trackers and uploads ``final/``.
+1. ``Run.open`` checks flags and folder. ``join`` locks the folder for the ranks of an ``Accelerator``. Neither writes
+   or deletes anything.
+2. ``build`` makes the model of a task on its device. ``choose_plan`` finds its activation plan, once Accelerate has
+   prepared it.
+3. ``begin`` proves the plan with ``--verify``, restores the newest checkpoint or clears the folder, and makes a
+   ``TrainingRun``. Its ``finish`` writes ``final/`` and ``results.json``; the end of ``open`` prints the summary,
+   closes the trackers and uploads ``final/``.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import set_seed
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from memsave_recipes.core.activations import PlanHandle
+from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.core.text import say
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.hub import check_push, push
+from memsave_recipes.run.building import Built, Prepared
 from memsave_recipes.run.failures import RunIsDone, describe_early_end, recorded
-from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, FINAL, check_not_done, check_run_folder, print_lines
-from memsave_recipes.run.open_run import OpenRun, RunFolder
-from memsave_recipes.run.prepared_run import PreparedRun
+from memsave_recipes.run.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    check_not_done,
+    check_run_folder,
+    print_lines,
+)
+from memsave_recipes.run.joined import JoinedRun, RunFolder
 from memsave_recipes.run.trackers import alert, finish_trackers, resolve_trackers
 from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.tools.compare import compare, read_run
@@ -41,31 +57,51 @@ from memsave_recipes.training.checkpoints.resume import (
     read_earlier,
     with_previous_choices,
 )
-from memsave_recipes.training.launch.distributed import missing_ranks_end_the_run, on_main_process, require_same
+from memsave_recipes.training.launch.distributed import (
+    main_process_first,
+    missing_ranks_end_the_run,
+    on_main_process,
+    require_same,
+)
 from memsave_recipes.training.launch.launched_shard import launched_shard
 from memsave_recipes.training.launch.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.training.launch.start import (
+    Accelerator,
     chosen_dtype,
     describe_no_gpu,
     deterministic_kernels,
     installed_versions,
     matmul_precision,
-    start_accelerator,
     use_expandable_segments,
 )
 from memsave_recipes.training.optimizers import NotFinite
 from memsave_recipes.training.parsing import flag_values
 
 
-class Run(OpenRun):
-    """A run, as ``Run.open`` gives it."""
+class Run:
+    """A run. All methods are for all ranks.
 
+    Attributes:
+        launch: what the run asks of its ``Accelerator``.
+        training: once begun.
+    """
+
+    accelerator: Accelerator
     training: TrainingRun | None = None
+
+    def __init__(self, args: Any, recipe: str, path: Path, earlier: dict[str, Any] | None) -> None:
+        self.args, self.recipe, self.path, self.earlier = args, recipe, path, earlier
+        self.notices: list[str] = []
+        self.limit_s = 60 * args.collective_timeout_minutes
+        precision = "fp16" if args.dtype == "float16" else None  # else that of the launch
+        log_with = resolve_trackers(args.report_to, path)
+        self.launch = {"mixed_precision": precision, "log_with": log_with, "collective_timeout_s": self.limit_s}
+        self._lock, self._signals = ExitStack(), ExitStack()
 
     @classmethod
     @contextmanager
     def open(cls, args: RecipeArguments, *, recipe: str) -> Iterator["Run"]:
-        """Start Accelerate, seed, and keep the run's folder and the signals that ask to stop until the block ends.
+        """Check flags and folder; keep the folder and the signals that ask to stop until the block ends.
 
         Ranks that the launcher has started in place of lost ones resume.
 
@@ -74,12 +110,10 @@ class Run(OpenRun):
 
         Raises:
             RunIsDone: the one to resume is done.
-            InputError: the folder holds another run, is in use, cannot be written or cannot be resumed; the launch
-                is not the one of the flags; or nobody is logged in for ``--push_to_hub``.
+            InputError: the folder holds another run, cannot be written or cannot be resumed.
         """
         args = _with_resume(args)
         path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
-        limit_s = 60 * args.collective_timeout_minutes
         with ExitStack() as stack:
             stack.enter_context(recorded())
             args = _with_shard(args, stack.enter_context(launched_shard()))
@@ -96,74 +130,136 @@ class Run(OpenRun):
             if (dtype := chosen_dtype(args.dtype)) != args.dtype:
                 args = replace(args, dtype=dtype)
                 notices.append(f"--dtype auto: {dtype}" + (", with fp16" if dtype == "float16" else ""))
-            log_with = resolve_trackers(args.report_to, path)
-            precision = "fp16" if args.dtype == "float16" else None  # that of the launch
-            accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with, mixed_precision=precision)
-            require_same(accelerator, installed_versions(), "install the same versions on every machine")
-            notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
-            if args.push_to_hub is not None:
-                on_main_process(accelerator, partial(check_push, args.push_to_hub))
-            lock = stack.enter_context(locked_run_folder(accelerator, path))
+            run = cls(args, recipe, path, earlier)
+            run.notices = notices
+            stack.enter_context(run._lock)
             try:
-                with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
-                    print_lines(accelerator, *notices)
-                    folder = RunFolder(path=path, earlier=earlier, signals=signals, lock=lock)
-                    set_seed(args.seed)
-                    run = cls(args, recipe, accelerator, folder)
-                    try:
-                        yield run
-                    except NotFinite:  # so all ranks are well, and end a save in the background
-                        if run.training is not None:
-                            run.training.finish_writing()
-                        raise
+                with run._signals, run._explained():
+                    yield run
                     run._close()
             except (Exception, StoppedBySignal) as error:
-                alert(accelerator, *describe_early_end(error))
-                if isinstance(error, StoppedBySignal | NotFinite):  # which all ranks know of
-                    finish_trackers(accelerator, {})
+                run._tell_of(error)
                 raise
             run._push()
 
-    def prepare(
-        self, task: Task, batches: GlobalBatches, model: nn.Module, trained: nn.Module | None = None
-    ) -> PreparedRun:
-        """Prepare model, optimizer and schedule of the flags, and apply the plan.
-
-        Args:
-            task: with the loss of a micro-batch by the prepared model.
-            batches: to train on.
-            model: the one with the blocks; all its parameters that require gradients are trained.
-            trained: the module around it that is trained, where that is another one.
+    def join(self, accelerator: Accelerator) -> Any:
+        """Take the folder for the ranks of ``accelerator``, and seed; return the flags of this life of the run.
 
         Raises:
-            InputError: the model does not take ``--bitwise_topology``, ``--batchnorm global``, ``--shard`` or
-                ``--lora_merge``; no such strategy, or nothing fits.
-            VerificationFailed: ``--verify`` found that the plan changes the step.
+            InputError: the folder is in use, ranks have other versions, the launch is not the one of the flags, or
+                nobody is logged in for ``--push_to_hub``.
         """
-        return PreparedRun(self, task, batches, model, model if trained is None else trained)
+        self.accelerator, args, earlier = accelerator, self.args, self.earlier
+        require_same(accelerator, installed_versions(), "install the same versions on every machine")
+        self.notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
+        if args.push_to_hub is not None:
+            on_main_process(accelerator, partial(check_push, args.push_to_hub))
+        lock = self._lock.enter_context(locked_run_folder(accelerator, self.path))
+        self._signals.enter_context(missing_ranks_end_the_run(self.limit_s))
+        signals = self._signals.enter_context(StopSignals(self.limit_s))
+        print_lines(accelerator, *self.notices)
+        set_seed(args.seed)
+        folder = RunFolder(path=self.path, earlier=earlier, signals=signals, lock=lock)
+        self._joined = JoinedRun(args, self.recipe, accelerator, folder)
+        return self._joined.args
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on the main process first, so that the others find its results in caches."""
+        return main_process_first(self.accelerator)
+
+    def global_batches(self, dataset: Any, **options: Any) -> GlobalBatches:
+        """Make the global batches of the samples to train on, one for each optimizer step.
+
+        Args:
+            options: ``count_valid``, ``weights`` and ``collate_fn`` of ``GlobalBatches``.
+        """
+        return self._joined.global_batches(dataset, **options)
+
+    def build(
+        self, task: Task, batches: GlobalBatches, settle: Callable[[Any], Iterable[str | None]] | None = None
+    ) -> tuple[nn.Module, nn.Module]:
+        """Build the model of a task on its device, with its weights, or with this rank's parts of them.
+
+        Args:
+            settle: sets up and checks the model on its device, under autocast; returns lines for people.
+
+        Returns:
+            The module with the blocks, and the module around it that is trained, such as one with the loss; often the
+            same.
+
+        Raises:
+            InputError: the model does not take ``--bitwise_topology``, ``--batchnorm global`` or ``--shard``, or no
+                plan fits.
+        """
+        self._built = built = Built(self._joined, task, batches, settle)
+        return built.bare, built.trained
+
+    @property
+    def saved(self) -> nn.Module:
+        """The module whose weights are saved: the built one, or peft's around it."""
+        saved: nn.Module = self._built.saved
+        return saved
+
+    def choose_plan(self, model: nn.Module, optimizer: Optimizer) -> Plan:
+        """Return the plan that the flags name, or the fastest that fits the memory; ``apply_plan`` applies it.
+
+        Args:
+            model, optimizer: as Accelerate has prepared them.
+
+        Raises:
+            InputError: no such strategy, or nothing fits.
+        """
+        return self._built.choose_plan(model, optimizer)
 
     def begin(
         self,
-        prepared: PreparedRun,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        handle: PlanHandle,
         *,
         data: Fingerprint,
         work: str,
-        saved: nn.Module | None = None,
         notices: tuple[str | None, ...] = (),
     ) -> TrainingRun:
-        """Restore the newest checkpoint with ``--resume``, else clear the folder; then start the trackers.
+        """Prove the plan, restore the newest checkpoint with ``--resume``, else clear the folder; start the trackers.
 
         Args:
+            scheduler: as torch has it: Accelerate's would move it once for every rank.
+            handle: of the plan.
             data: the digest of the data.
             work: a name such as ``vgg16-gbs64-224px``; runs of the same work are compared with one another.
-            saved: the model whose weights ``--save_best`` writes, where that is another one, such as peft's.
             notices: lines to print, about the data or the model.
 
         Raises:
             InputError: no checkpoint fits, the disk has no room, or the folder cannot be written.
+            VerificationFailed: ``--verify`` found that the plan changes the step.
         """
-        self.training = TrainingRun(prepared, data=data, work=work, saved=saved, notices=notices)
+        prepared = Prepared(self._built, model, optimizer, scheduler, handle)
+        self.training = TrainingRun(prepared, data=data, work=work, notices=notices)
         return self.training
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Explain a step that ran out of memory; end a save in the background where all ranks are well."""
+        try:
+            yield
+        except NotFinite:
+            if self.training is not None:
+                self.training.finish_writing()
+            raise
+        except RuntimeError as error:
+            if self.training is None or not (self.training.in_step and is_out_of_memory(error)):
+                raise
+            raise torch.OutOfMemoryError(self.training.page_of(error)) from error
+
+    def _tell_of(self, error: BaseException) -> None:
+        """Alert people of the error that has ended the run, and close trackers where all ranks know of it."""
+        if not hasattr(self, "accelerator"):
+            return
+        alert(self.accelerator, *describe_early_end(error))
+        if isinstance(error, StoppedBySignal | NotFinite):
+            finish_trackers(self.accelerator, {})
 
     def _close(self) -> None:
         """Print the summary and close the trackers of a run that is done."""
@@ -173,14 +269,14 @@ class Run(OpenRun):
         if self.args.eval_only:
             self.accelerator.print(", ".join(f"{name} {value:.4f}" for name, value in results["eval"].items()))
         elif self.accelerator.is_main_process:
-            show(compare([read_run(self.folder.path)]))
+            show(compare([read_run(self.path)]))
         finish_trackers(self.accelerator, results)
 
     def _push(self) -> None:
         """Upload the model of a run that is done; the other ranks have ended, as this may take any time."""
         is_done = self.training is not None and self.training.results
         if is_done and self.accelerator.is_main_process:
-            _upload(self.folder.path, self.args)
+            _upload(self.path, self.args)
 
 
 def _upload(folder: Path, args: Any) -> None:

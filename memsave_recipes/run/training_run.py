@@ -3,7 +3,7 @@
 import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from math import isfinite, isnan
@@ -20,6 +20,7 @@ from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.adapters import without_adapters
 from memsave_recipes.models.fused_ops import fused_in
 from memsave_recipes.models.slices import slices_of
+from memsave_recipes.run.building import Prepared
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
     FIGURES,
@@ -30,15 +31,15 @@ from memsave_recipes.run.folder import (
     write_figures,
     write_results,
 )
-from memsave_recipes.run.prepared_run import PreparedRun
+from memsave_recipes.run.memory_watch import page_of
 from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
-from memsave_recipes.run.trackers import alert, log_metrics
+from memsave_recipes.run.trackers import alert
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.checkpoints import Checkpoints, Resumed, TrainState
 from memsave_recipes.training.checkpoints.resume import BEST
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch.distributed import on_main_process
-from memsave_recipes.training.launch.start import check_gradients, describe_environment
+from memsave_recipes.training.launch.start import check_gradients, describe_environment, deterministic_kernels
 from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
 from memsave_recipes.training.weight_average import WeightAverage
 
@@ -48,34 +49,35 @@ FEW_SAMPLES = 8
 class TrainingRun:
     """A run that trains. All methods are for all ranks.
 
-    A step is finished with ``log_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
+    A step is finished with ``end_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
     before its evaluation, so that a failure from then on costs nothing.
 
     Attributes:
-        step: how many are done.
+        step: how many are done; ``in_step`` while one is computed.
         num_trained: parameters that train.
         results: the content of ``results.json``; ``None`` before ``finish``.
     """
 
     def __init__(
         self,
-        prepared: PreparedRun,
+        prepared: Prepared,
         *,
         data: Fingerprint,
         work: str,
-        saved: nn.Module | None,
         notices: tuple[str | None, ...],
     ) -> None:
-        """Restore the newest checkpoint or clear the folder, and start the trackers: ``Run.begin``."""
-        self.prepared, self.run, self.batches = prepared, prepared.run, prepared.batches
+        """Prove the plan, restore the newest checkpoint or clear the folder, and start the trackers: ``Run.begin``."""
+        self.prepared, built = prepared, prepared.built
+        self.built, self.run, self.batches = built, built.run, built.batches
+        self._equivalence = built.verify(prepared.model, prepared.handle)
         self.args, self.accelerator = self.run.args, self.run.accelerator
-        self.step = 0
+        self.step, self.in_step = 0, False
         self.results: dict[str, Any] | None = None
-        self.num_trained = sum(p.numel() for p in prepared.unwrapped.parameters() if p.requires_grad)
-        self.num_parameters = sum(parameter.numel() for parameter in prepared.unwrapped.parameters())
-        self._saved = prepared.unwrapped if saved is None else saved
+        self.num_trained = sum(p.numel() for p in built.bare.parameters() if p.requires_grad)
+        self.num_parameters = sum(parameter.numel() for parameter in built.bare.parameters())
         self._average = self._make_average()
-        self._may_step = True
+        self._may_step, self._saves_last = True, False
+        self._measured = ExitStack()
         self._knows_metric = self.args.eval_only or self.args.metric_for_best_model == "loss"
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
@@ -85,7 +87,7 @@ class TrainingRun:
             project=f"memsave-{self.run.recipe.replace('_', '-')}",
             work=work,
             flags=self.run.flags,
-            planned=prepared.planned,
+            planned=built.planned,
             blocks=prepared.handle.blocks,
             layout=self.batches.layout,
             resumed=resumed,
@@ -102,8 +104,9 @@ class TrainingRun:
     def steps(self) -> Iterator[GlobalBatch]:
         """Yield the global batches that are left, with a progress bar. Count FLOPs before the first is trained on.
 
-        They end where the evaluations have not improved for ``--early_stopping_patience``. With ``--ema_decay`` the
-        model has the average of its weights from then on.
+        The memory of a step is measured from here to ``end_step``. The batches end where the evaluations have not
+        improved for ``--early_stopping_patience``. With ``--ema_decay`` the model has the average of its weights from
+        then on.
         """
         if self.args.eval_only:
             return
@@ -113,7 +116,9 @@ class TrainingRun:
         try:
             for number, batch in enumerate(() if self._stops_early() else self._report.clock.loading(self._progress)):
                 self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
-                self._report.count_flops(batch, self.prepared.loss_of)
+                self._report.count_flops(batch, self.built.loss_of)
+                self._batch, self.in_step = batch, True
+                self._measured.enter_context(self._report.measured(batch.step))
                 yield batch
                 if number == 0:
                     gc.collect()
@@ -122,6 +127,7 @@ class TrainingRun:
                 if self._stops_early():
                     break
         finally:
+            self._measured.close()
             if freezes:
                 gc.unfreeze()
         if self._average is not None:
@@ -131,54 +137,56 @@ class TrainingRun:
         """Stop the run's clock inside."""
         return self._report.clock.paused(synchronize=True)
 
-    def measured(self, batch: GlobalBatch) -> AbstractContextManager[None]:
-        """Measure the memory of the training step inside.
+    def page_of(self, error: RuntimeError) -> str:
+        """Explain the step that ran out of memory."""
+        return page_of(self._report.memory, self._batch.step, error)
 
-        Raises:
-            torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
-        """
-        return self._report.measured(batch.step)
+    def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
+        """Clip the global batch's gradient (0: not) and see that no NaN reaches a weight.
 
-    def clip_gradients(self) -> Tensor | None:
-        """Clip the global batch's gradient; return its norm, or ``None`` where the backward has used it up.
+        Returns:
+            Its norm, or ``None`` where the backward has used it up.
 
         Raises:
             InputError: in the first step, the loss does not depend on some weights, which DDP does not take.
         """
+        model, optimizer = self.prepared.model, self.prepared.optimizer
         if not self.step and self.args.offload_optimizer != "step":  # which takes all gradients away
-            check_gradients(self.prepared.model)
-        return clip_gradients(self.args, self.accelerator, self.prepared.model, self.prepared.optimizer)
+            check_gradients(model)
+        norm = clip_gradients(self.args, self.accelerator, model, optimizer, max_norm)
+        self._may_step = self._guard.should_step(self._batch, norm)
+        if not self._may_step:
+            optimizer.zero_grad()
+        return norm
 
-    def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
-        """Return whether the optimizer may step: not where ``--skip_nonfinite`` skips a loss or gradient."""
-        self._may_step = self._guard.should_step(batch, grad_norm)
-        return self._may_step
-
-    def log_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
-        """Count a finished step, log the window that it ends, and save the last step of the run.
+    def end_step(self, grad_norm: Tensor | None) -> dict[str, Any]:
+        """Count a finished step; return the figures of the window that it ends, for ``accelerator.log``, or nothing.
 
         Raises:
             NotFinite: more steps of the window than allowed are not finite.
         """
+        self._measured.close()
+        self.in_step = False
         was_skipped = getattr(self.prepared.optimizer, "step_was_skipped", False)
         if self._average is not None and self._may_step and not was_skipped:
             self._average.update()
-        self._report.count(batch, grad_norm)
+        self._report.count(self._batch, grad_norm)
         self.prepared.handle.check_first_step(self.accelerator.print)
-        self.step = batch.step + 1
-        is_last = self.step == self.batches.steps.stop
-        if self.step % self.args.logging_steps == 0 or is_last:
-            figures = self._report.log_window(self.step, learning_rate=self._learning_rate)
-            self._progress.set_postfix_str(figures)
-            if self._progress.disable:
-                self.accelerator.print(f"step {self.step}/{self.batches.steps.stop}: {figures}", flush=True)
-        if is_last:
+        self.step = self._batch.step + 1
+        self._saves_last = self.step == self.batches.steps.stop
+        if self.step % self.args.logging_steps and not self._saves_last:
+            return {}
+        figures, words = self._report.end_window(self.step, learning_rate=self._learning_rate)
+        self._progress.set_postfix_str(words)
+        if self._progress.disable:
+            self.accelerator.print(f"step {self.step}/{self.batches.steps.stop}: {words}", flush=True)
+        return figures
+
+    def _save_last_step(self) -> None:
+        if self._saves_last:
+            self._saves_last = False
             with self._report.clock.paused():
                 self._checkpoints.save(self.step, self._report.state_dict())
-
-    def log(self, figures: dict[str, Any]) -> None:
-        """Log a row of the recipe after a finished step, into ``metrics.jsonl`` and the trackers."""
-        log_metrics(self.accelerator, figures, self.step)
 
     def evaluate_if_due(
         self, evaluate: Callable[[Iterator[Batch]], dict[str, Any]], dataset: Any, **options: Any
@@ -191,6 +199,7 @@ class TrainingRun:
             evaluate: figures of this rank's batches, with a ``loss``; others than numbers for ``results.json``.
             options: ``num_samples`` and ``collate_fn`` of ``evaluation_batches``.
         """
+        self._save_last_step()
         if not self._knows_metric:
             self._check_metric_of_few(evaluate, dataset, **options)
         if not (self.step or self.args.eval_only):
@@ -205,7 +214,7 @@ class TrainingRun:
                 compared = {"metric": self.args.metric_for_best_model, "threshold": self.args.early_stopping_threshold}
                 is_best = self._report.log_evaluation(self.step, figures, **compared)
                 if is_best and self.args.save_best:
-                    weights = weight_writers(self.accelerator, self._saved)
+                    weights = weight_writers(self.accelerator, self.built.saved)
                     self._checkpoints.save_best(
                         self.step, chain(weights, [partial(write_figures, self._report.evaluated)])
                     )
@@ -215,7 +224,7 @@ class TrainingRun:
         return evaluation_batches(
             self.accelerator,
             dataset,
-            self.prepared.planned.plan.micro_batch_size or layout.micro_batch_size,
+            self.built.planned.plan.micro_batch_size or layout.micro_batch_size,
             layout=type(layout),
             sequence_parallel=layout.sequence_parallel,
             num_workers=self.run.num_workers,
@@ -228,20 +237,16 @@ class TrainingRun:
         Raises:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
         """
+        self._save_last_step()
         with self._report.clock.paused():
             self._checkpoints.after_step(self.step, self._report.state_dict)
 
-    @contextmanager
-    def drawing_samples(self) -> Iterator[bool]:
-        """Yield whether this rank runs the model outside of a step: the first; in shards all ranks have to."""
-        with callable_in_parts(self.prepared.model):
-            yield self.accelerator.is_main_process or self.run.groups is not None
-
     def finish(
         self,
-        trained: nn.Module,
+        saved: nn.Module,
         *writers: Callable[[Path], Any],
         evaluated: dict[str, Any] | None = None,
+        sample: Callable[[], str] | None = None,
         **figures: Any,
     ) -> dict[str, Any]:
         """Take the plan off, write ``final/`` and ``results.json``, and return the content of the latter.
@@ -249,7 +254,8 @@ class TrainingRun:
         With ``--eval_only`` there is no ``final/``, as the model is as it was; unless adapters were merged into it.
 
         Args:
-            trained: the model whose weights are written.
+            saved: the model whose weights are written.
+            sample: makes a text of the model to print at the end.
             writers: write other files of ``final/``, such as a tokenizer's, into the folder that they are given.
             evaluated: more figures for the entry of the last evaluation.
             figures: entries of ``results.json``.
@@ -263,15 +269,16 @@ class TrainingRun:
         known = {
             "recipe": self.run.recipe,
             **figures,
+            "num_trained_parameters": self.num_trained,
             "num_parameters": self.num_parameters,
-            "plan": self.prepared.planned.plan.strategy,
+            "plan": self.built.planned.plan.strategy,
             "eval": {**scalars_of(self._report.evaluated), **(evaluated or {})},
             **figures_of_classes,
         }
         if not self.args.eval_only or self.run.flags.get("lora_merge"):
             card = partial(
                 write_model_card,
-                model=trained,
+                model=saved,
                 flags=self.run.flags,
                 results=known,
                 steps=self.step,
@@ -279,10 +286,20 @@ class TrainingRun:
                 versions=describe_environment(self.accelerator)["versions"],
                 mixed_precision=self.accelerator.mixed_precision,
             )
-            save_final(self.accelerator, self.run.folder.path, trained, *writers, card, best=best)
-        self.results = {**known, **self.prepared.equivalence, **self._report.results()}
+            save_final(self.accelerator, self.run.folder.path, saved, *writers, card, best=best)
+        self.results = {**known, **self._equivalence, **self._report.results()}
         write_results(self.accelerator, self.run.folder.path, self.results, self._checkpoints)
+        if sample is not None:
+            self._print_sample(sample)
         return self.results
+
+    def _print_sample(self, sample: Callable[[], str]) -> None:
+        """Print a text that the first rank draws; in shards all ranks have to."""
+        accelerator, deterministic = self.accelerator, self.args.full_determinism
+        with callable_in_parts(self.prepared.model):
+            if accelerator.is_main_process or self.run.groups is not None:
+                with accelerator.autocast(), deterministic_kernels(deterministic):  # here a warning is enough
+                    accelerator.print("sample:", sample())
 
     def finish_writing(self) -> None:
         """Wait for a save in the background."""
@@ -380,13 +397,13 @@ class TrainingRun:
 
     def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
         """Yield what is printed before the first step."""
-        layout, model = self.batches.layout, self.prepared.unwrapped
+        layout, model = self.batches.layout, self.built.bare
         if self.num_trained < self.num_parameters:
             yield f"{self.num_trained:,} of {self.num_parameters:,} parameters train"
             yield without_adapters(model)
         yield layout.describe()
         yield layout.describe_sums(model)
-        yield self.prepared.planned.plan.describe()
+        yield self.built.planned.plan.describe()
         yield from (*notices, slices_of(model).line, fused_in(model), self.batches.order.notice)
         yield self.args.notice(model, layout)
 

@@ -71,7 +71,8 @@ def verify_plan(
     def step() -> Tensor:
         batch = next(iter(batches))
         for micro_batch in batch.forwards(model):
-            batch.backward(loss_of(micro_batch))
+            loss = loss_of(micro_batch)
+            accelerator.backward(loss, gradient=batch.share_of(loss))
         return torch.as_tensor(batch.loss)
 
     try:

@@ -119,6 +119,11 @@ class GlobalBatches:
         ]
         return min(max(1, len(micro_batch)) for rank in ranks for micro_batch in rank)
 
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self.steps.stop
+
     def begin_after(self, step: int) -> None:
         """Leave out the first ``step`` steps of the run."""
         self.steps = range(step, self.steps.stop)
@@ -239,6 +244,7 @@ class GlobalBatch:
     loss: Tensor | float = 0.0
     """This rank's part of the mean loss of the global batch; the parts of all ranks add up to it."""
     _factors: tuple[Tensor, Tensor] | None = field(init=False, default=None)
+    _loss_sum: Tensor | None = field(init=False, default=None)
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
         """The micro-batches on the device, for one forward and backward each; the last backward synchronises.
@@ -250,6 +256,7 @@ class GlobalBatch:
             self._seed_dropout(index)
             with nullcontext() if index == last else self.accelerator.no_sync(model):
                 yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True, skip_keys="index")
+            self._end_micro_batch()
 
     def _seed_dropout(self, index: int) -> None:
         """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
@@ -285,16 +292,22 @@ class GlobalBatch:
         """Equally many on all ranks; those of all of them add up to the mean loss of the global batch."""
         return [torch.as_tensor(self.loss)]
 
-    def backward(self, loss_sum: Tensor) -> None:
-        """Add the gradient of a micro-batch's summed loss, weighted as its part of the global mean (rules 3 and 4).
+    def share_of(self, loss_sum: Tensor) -> Tensor:
+        """Return the gradient of a micro-batch's summed loss: its part of the global mean (rules 3 and 4).
 
-        Where the loss is not finite, neither is the gradient, so that every rank sees it in the norm. Torch's backward
-        begins with that gradient: of a weighted loss it would make the same one with four more operators.
+        ``accelerator.backward`` begins with it. Where the loss is not finite, neither is the gradient, so that every
+        rank sees it in the norm. Of a weighted loss torch would make the same one with four more operators.
         """
-        scaler, (divisor, gradient) = self.accelerator.scaler, self._divisor_and_gradient(loss_sum)
-        scaled = loss_sum if scaler is None else scaler.scale(loss_sum)
-        scaled.backward(torch.add(gradient, loss_sum.detach(), alpha=0))
-        loss = loss_sum.detach() / divisor
+        _, gradient = self._divisor_and_gradient(loss_sum)
+        self._loss_sum = loss_sum.detach()
+        return torch.add(gradient, self._loss_sum, alpha=0)
+
+    def _end_micro_batch(self) -> None:
+        """Add the loss of a micro-batch, which has gone backward."""
+        if self._loss_sum is None:
+            return
+        divisor, _ = self._divisor_and_gradient(self._loss_sum)
+        loss, self._loss_sum = self._loss_sum / divisor, None
         self.loss = loss if isinstance(self.loss, float) else self.loss + loss
 
     @property
@@ -319,17 +332,21 @@ class BitwiseGlobalBatch(GlobalBatch):
         self._seed_dropout(0)
         counted = self.micro_batches[: self.sums.num_counted]
         yield self.sums.joined(send_to_device(counted, self.accelerator.device, non_blocking=True))
+        self._end_micro_batch()
 
     @property
     def loss_parts(self) -> list[Tensor]:
         """The parts of this rank's micro-batches."""
         return self.sums.losses
 
-    def backward(self, loss_sum: Tensor) -> None:
+    def _end_micro_batch(self) -> None:
         """As of ``GlobalBatch``; the last one leaves the sum over all ranks on the parameters."""
-        super().backward(loss_sum)
+        loss_sum = self._loss_sum
+        super()._end_micro_batch()
+        if loss_sum is None:
+            return
         divisor, _ = self._divisor_and_gradient(loss_sum)
-        losses = [loss.detach() / divisor for loss in inner_tensors([loss_sum])]
+        losses = [loss / divisor for loss in inner_tensors([loss_sum])]
         if isinstance(loss_sum, WrapperTensor):
             self.loss = torch.stack(losses).sum()
         self.sums.take(losses)

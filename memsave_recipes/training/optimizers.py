@@ -62,7 +62,7 @@ LOOKED_AT_ONCE = 2**20  # numbers of a weight
 
 
 def make_optimizer(
-    optim: OptimizerArguments, model: nn.Module, *, seed: int = 0, leaves_in_backward: bool = True
+    optim: OptimizerArguments, model: nn.Module, layout: BatchLayout | None = None, *, seed: int = 0
 ) -> Optimizer:
     """The named optimizer over all parameters that train.
 
@@ -74,7 +74,7 @@ def make_optimizer(
     host ] and NOTE [ steps on the host ].
 
     Args:
-        leaves_in_backward: whether a gradient is that of the step, or a part of its sum, as soon as it is there.
+        layout: of the global batch; by default the only micro-batch of a single rank.
 
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
@@ -108,7 +108,11 @@ def make_optimizer(
         case _:
             optimizer = AdamW(parameters, fused=True, **of_adamw)
     if masters is not None:
-        ways = {"leave_in_backward": leaves_in_backward, "in_backward": optim.optimizer_in_backward}
+        # Whether a gradient is that of the step, or a part of its sum, as soon as it is there.
+        leaves = layout is None or (
+            (layout.num_processes == 1 or is_sharded(model)) and layout.needs_all_gradients is None
+        )
+        ways = {"leave_in_backward": leaves, "in_backward": optim.optimizer_in_backward}
         step_masters(optimizer, masters, **ways, stream=stream_of(model))
         return optimizer
     if offloads:
@@ -268,12 +272,17 @@ def _linear_factor(step: int, *, warmup_steps: int, num_steps: int) -> float:
 
 
 def clip_gradients(
-    optim: OptimizerArguments, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None = None
+    optim: OptimizerArguments,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    max_norm: float | None = None,
 ) -> Tensor | None:
     """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
     if optim.optimizer_in_backward:
         return None
-    max_norm, masters = optim.max_grad_norm or float("inf"), masters_of(optimizer)
+    max_norm = (optim.max_grad_norm if max_norm is None else max_norm) or float("inf")
+    masters = masters_of(optimizer)
     if masters is not None:
         return masters.clip(max_norm, accelerator.unscale_gradients)
     norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), max_norm)

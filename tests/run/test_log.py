@@ -14,7 +14,7 @@ from rich.text import Text
 from memsave_recipes.core.text import say
 from memsave_recipes.run.failures import recorded, write_log
 from memsave_recipes.tools.pages import new_table, show_all
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 
 
 class Terminal(io.StringIO):
@@ -71,7 +71,7 @@ def test_what_accelerate_prints_and_others_warn_of_is_kept(tmp_path: Path, capsy
     AcceleratorState._reset_state(reset_partial_state=True)
     with recorded():
         write_log(tmp_path)
-        start_accelerator().print("a", "note", sep=": ")
+        Accelerator().print("a", "note", sep=": ")
         logging.getLogger("of.somebody").warning("logged")
         warnings.warn("warned of", stacklevel=1)
     first, second, third, *_ = lines_of(tmp_path)

@@ -57,7 +57,8 @@ def fail_in(accelerator, *, step, budget, flags=FLAGS, inference_first=False):
 
     def train_step(batch):
         for micro_batch in batch.forwards(model):
-            batch.backward(model(micro_batch["inputs"].flatten(0, 1)).sum())
+            loss_sum = model(micro_batch["inputs"].flatten(0, 1)).sum()
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
         optimizer.step()
         optimizer.zero_grad()
 

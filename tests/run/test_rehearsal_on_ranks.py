@@ -153,7 +153,8 @@ def planned(
     with apply_plan(model, found.plan):
         for batch in batches:
             for micro_batch in batch.forwards(trained):
-                batch.backward(loss_of(micro_batch))
+                loss_sum = loss_of(micro_batch)
+                batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(accelerator.reduce(batch.loss, "sum")))

@@ -278,7 +278,8 @@ def train(accelerator: Accelerator, task: Task, micro_batch_size: int, counts_al
     with profile(activities=[ProfilerActivity.CPU]) if counts_all_reduces else nullcontext() as profiler:
         for batch in _global_batches(accelerator, task, micro_batch_size):
             for micro_batch in batch.forwards(model):
-                batch.backward(work.loss_sum(model, micro_batch))
+                loss_sum = work.loss_sum(model, micro_batch)
+                batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
             _note_gradient(outcome, bare)
             outcome.learning_rates.append(scheduler.get_last_lr()[0])
             outcome.grad_norms.append(accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm).item())

@@ -51,7 +51,8 @@ def train(accelerator, *, optimizer, factor, skips):
         before = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
         for micro_batch in batch.forwards(model):
             loss = F.cross_entropy(model(micro_batch["x"]), micro_batch["labels"], reduction="sum", ignore_index=-100)
-            batch.backward(loss * factor if is_spoilt and batch.step in BAD_STEPS else loss)
+            loss_sum = loss * factor if is_spoilt and batch.step in BAD_STEPS else loss
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         if gate.should_step(batch, norm):
             optimizer.step()

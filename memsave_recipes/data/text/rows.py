@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.core.errors import InputError, option, require
 from memsave_recipes.core.text import printable_lines, say
@@ -18,9 +18,15 @@ from memsave_recipes.data.text.chat_template import (
     tokenize_conversations,
 )
 from memsave_recipes.data.text.conversations import Conversation, load_conversations, names_conversations, texts_of
-from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
-from memsave_recipes.data.text.packing import Rows, rows_of_conversations, rows_of_documents
-from memsave_recipes.data.text.tokenizers import digest_of_tokenizer, load_tokenizer
+from memsave_recipes.data.text.documents import BYTES_A_TOKEN, TextArguments, TextSplits, load_documents
+from memsave_recipes.data.text.packing import (
+    Rows,
+    check_positions,
+    keeps_documents_apart,
+    rows_of_conversations,
+    rows_of_documents,
+)
+from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer, load_tokenizer
 
 PROMPT_CHARACTERS = 100
 SHOWN_RUNS, SHOWN_CHARACTERS = 24, 200  # of --show_labels, and in each run of tokens
@@ -45,6 +51,15 @@ class RowArguments(TextArguments, ChatArguments):
         limit = self.max_eval_samples
         require(limit is None or limit >= 1, "--max_eval_samples", limit, "at least 1")
         require(self.vocab_size >= 260, "--vocab_size", self.vocab_size, "at least 260 (all bytes)")
+
+    @property
+    def stream_bytes(self) -> int | None:
+        """As much text as fills the rows of ``--max_steps``; ``None`` without ``--streaming``."""
+        if not self.streaming:
+            return None
+        steps, global_batch_size = (vars(self)[name] for name in ("max_steps", "global_batch_size"))
+        require(steps is not None, "--max_steps", steps, "given with --streaming, which reads for it")
+        return BYTES_A_TOKEN * int(steps) * int(global_batch_size) * self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +113,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 60]} ... {text[-60:]}"
 
 
+def check_model(model: PreTrainedModel, rows: TokenRows, name: str, *, one_row: bool) -> None:
+    """Refuse rows and tokens that the model cannot take.
+
+    Raises:
+        InputError: it has fewer words, or lets packed documents see one another.
+    """
+    check_vocabulary(rows.tokenizer, model.config.get_text_config().vocab_size)
+    if rows.train.packing and not keeps_documents_apart(model, one_row=one_row):
+        raise InputError(f"{name} lets the documents of a packed row see one another: pass --no_packing")
+
+
 def load_rows(
     flags: RowArguments,
     *,
@@ -106,6 +132,7 @@ def load_rows(
     trust_remote_code: bool = False,
     stream_bytes: int | None = None,
     one_row: bool = False,
+    max_positions: int | None = None,
     seed: int = 0,
     eval_only: bool = False,
 ) -> TokenRows:
@@ -115,11 +142,13 @@ def load_rows(
         tokenizer_name: where ``--tokenizer_name`` is not given; with neither, one is trained on the text.
         model_type: as ``load_tokenizer``.
         stream_bytes, seed: as ``load_documents``.
+        max_positions: of the model; ``None`` means no limit.
         eval_only: nothing is trained, so that ``--validation_file`` may be alone.
 
     Raises:
         InputError: as ``load_documents`` or ``load_conversations``, ``load_tokenizer`` and ``rows_of_documents``.
     """
+    check_positions(flags.block_size, max_positions)
     source = flags.tokenizer_name or tokenizer_name
     if eval_only and flags.validation_file and not flags.train_file and not source:
         raise InputError("--validation_file alone trains no tokenizer: give --model_name_or_path or --tokenizer_name")

@@ -1,8 +1,8 @@
 """The ``Accelerator`` of a run, in the world that the launch asked for or not at all, and its environment.
 
 ``accelerate launch`` can start fewer processes than asked for, or processes that do not know of each other, and exit
-with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the world
-that was asked for or raises one line that says how to get it.
+with 0: a run on the wrong number of devices that looks like any other. ``Accelerator`` either is in the world that was
+asked for or raises one line that says how to get it.
 
 NOTE [ silent launches ], as of Accelerate 1.15
 
@@ -43,15 +43,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import psutil
 import torch
-from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
-    DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -66,7 +65,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.core.activations.micro_batches import WrapperTensor
 from memsave_recipes.core.activations.offload import HOST_MEMORY
+from memsave_recipes.core.activations.streaming import resident_tensors, stream_of
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.sharding import is_sharded
 from memsave_recipes.core.text import SAID
 from memsave_recipes.training.arguments import Dtype
 from memsave_recipes.training.launch.processes import end_with_launcher, launch_arguments
@@ -83,56 +84,6 @@ class LaunchRequest:
     num_processes: int | None = None
     num_machines: int = 1
     use_cpu: bool = False
-
-
-def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any) -> Accelerator:
-    """Build the ``Accelerator`` on the device and in the world that the launch asked for, which ends with its launcher.
-
-    It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``. Autocast
-    keeps no casts for later: its cache would hold a copy of all weights until the forward ends, also of those whose
-    activations are recomputed, and is of use to weights that a forward uses twice alone.
-
-    Args:
-        collective_timeout_s: how long ranks may wait for one another; the process group itself gives up later.
-        **kwargs: for ``accelerate.Accelerator``; device, accumulation and ``kwargs_handlers`` are decided here.
-
-    Raises:
-        InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU, or torch is too old for an Apple GPU, or several GPUs are asked
-            for on Windows, or the weights are to be cut up, or the model is to be compiled.
-    """
-    _check_whole_weights()
-    _check_not_compiled()
-    end_with_launcher()
-    request = read_launch_request()
-    world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
-    on_cpu = _stays_on_cpu(request)
-    _check_all_started(request, world.world_size, on_cpu)
-    if on_cpu:
-        _check_cpu_precision(kwargs)
-    else:
-        _check_kind_of_device()
-        _check_enough_devices(world.world_size, world.local_world_size)
-    undivided = GradientAccumulationPlugin(num_steps=1)
-    accelerator = _Accelerator(
-        cpu=on_cpu,
-        gradient_accumulation_plugin=undivided,
-        kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + GROUP_TIMEOUT_MARGIN_S)),
-        **kwargs,
-    )
-    if accelerator.num_processes < world.world_size:
-        raise InputError(
-            f"the launcher started {world.world_size} processes but this one joined a world of "
-            f"{accelerator.num_processes}: call start_accelerator() before anything else that sets up Accelerate, "
-            "and launch with `accelerate launch`"
-        )
-    if on_cpu:
-        atexit.register(drain_gloo)
-    # Accelerate 1.15 gathers on GPUs under a name that torch 2.13 calls old, in a line from each rank.
-    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
-    if not accelerator.is_main_process or not sys.stderr.isatty():
-        disable_progress_bar()  # of transformers, which would draw it into a log file, and once a rank
-    return accelerator
 
 
 def _stays_on_cpu(request: LaunchRequest) -> bool:
@@ -299,25 +250,84 @@ def _handlers(timeout: timedelta) -> list[KwargsHandler]:
     ]
 
 
-class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
-    """Fixes DDP's buckets, drains gloo before ``end_training`` destroys the process group, and logs what it prints.
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
+    """Accelerate's own, on the device and in the world that the launch asked for; it ends with its launcher.
 
-    On one rank it does without DDP, as Accelerate does on accelerators but not on the CPU.
+    It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``. Autocast
+    keeps no casts for later: its cache would hold a copy of all weights until the forward ends, also of those whose
+    activations are recomputed, and is of use to weights that a forward uses twice alone.
+
+    Args:
+        collective_timeout_s: how long ranks may wait for one another; the process group itself gives up later.
+        **kwargs: for ``accelerate.Accelerator``; device, accumulation and ``kwargs_handlers`` are decided here.
+
+    Raises:
+        InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
+            precision does not work on the CPU, or torch is too old for an Apple GPU, or several GPUs are asked
+            for on Windows, or the weights are to be cut up, or the model is to be compiled.
     """
 
-    def prepare_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        if self.distributed_type == DistributedType.MULTI_CPU and self.num_processes == 1:
-            kwargs["evaluation_mode"] = True  # which leaves DDP out
-        model: nn.Module = super().prepare_model(*args, **kwargs)
-        if isinstance(model, DistributedDataParallel):
-            fix_buckets(model)
-        return model
+    def __init__(self, *, collective_timeout_s: float = 30 * 60.0, **kwargs: Any) -> None:
+        _check_whole_weights()
+        _check_not_compiled()
+        end_with_launcher()
+        request = read_launch_request()
+        world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
+        on_cpu = _stays_on_cpu(request)
+        _check_all_started(request, world.world_size, on_cpu)
+        if on_cpu:
+            _check_cpu_precision(kwargs)
+        else:
+            _check_kind_of_device()
+            _check_enough_devices(world.world_size, world.local_world_size)
+        super().__init__(
+            cpu=on_cpu,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + GROUP_TIMEOUT_MARGIN_S)),
+            **kwargs,
+        )
+        if self.num_processes < world.world_size:
+            raise InputError(
+                f"the launcher started {world.world_size} processes but this one joined a world of "
+                f"{self.num_processes}: make the Accelerator before anything else that sets up Accelerate, and launch "
+                "with `accelerate launch`"
+            )
+        if on_cpu:
+            atexit.register(drain_gloo)
+        # Accelerate 1.15 gathers on GPUs under a name that torch 2.13 calls old, in a line from each rank.
+        warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+        if not self.is_main_process or not sys.stderr.isatty():
+            disable_progress_bar()  # of transformers, which would draw it into a log file, and once a rank
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare as Accelerate does, with these differences.
+
+        1. Shards stay as they are, without DDP around them, and so do weights that are streamed from the host.
+        2. DDP is left out where it would refuse: no weight that stays on the device trains; and on a single rank.
+        3. DDP's buckets are fixed: ``fix_buckets``.
+        """
+        is_whole = not is_sharded(model)
+        reduces = any(tensor.requires_grad for tensor in resident_tensors(model))
+        if not is_whole or stream_of(model) is not None:
+            kwargs["device_placement"] = False
+        if not (is_whole and reduces) or self.num_processes == 1:
+            kwargs["evaluation_mode"] = True
+        prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        if isinstance(prepared, DistributedDataParallel):
+            fix_buckets(prepared)
+        return prepared
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run ``loss.backward(**kwargs)``, of the scaled loss under fp16; nothing is divided by accumulation steps."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Print on the first rank, and log it."""
         super().print(*args, sep=sep, **kwargs)
         SAID.info(sep.join(map(str, args)))
 
     def end_training(self) -> None:
+        """Drain gloo before the process group is destroyed."""
         drain_gloo()
         super().end_training()
 

@@ -208,7 +208,8 @@ class Training:
 
     def forward_and_backward(self, batch):
         for micro_batch in batch.forwards(self.trained):
-            batch.backward(self.loss_of(micro_batch))
+            loss_sum = self.loss_of(micro_batch)
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
 
     def train(self, num_steps=None):
         """All steps of the run, or so many."""

@@ -89,7 +89,8 @@ def reductions(accelerator, **options):
     for micro_batch in batch.forwards(training.trained):
         for of_micro_batches in counts.values():
             of_micro_batches.append(0)
-        batch.backward(training.loss_of(micro_batch))
+        loss_sum = training.loss_of(micro_batch)
+        batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
     return counts
 
 

@@ -85,7 +85,8 @@ def train(accelerator, *, hungry_rank=None, **options):
 
     def train_step(batch):
         for micro_batch in batch.forwards(model):
-            batch.backward(loss_of(micro_batch))
+            loss_sum = loss_of(micro_batch)
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
         optimizer.step()
         optimizer.zero_grad()
 

@@ -20,11 +20,11 @@ from memsave_recipes.training.checkpoints.commit import (
     verify_manifest,
 )
 from memsave_recipes.training.checkpoints.resume import committed, find_newest, prune
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 
 
 def commit(folder, name, write):
-    commit_together(start_accelerator(), folder, name, [write], partial(disk_errors_as_input_error, folder, name))
+    commit_together(Accelerator(), folder, name, [write], partial(disk_errors_as_input_error, folder, name))
     return folder / name
 
 

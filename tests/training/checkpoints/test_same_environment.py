@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.training.checkpoints.resume import check_same_environment
-from memsave_recipes.training.launch.start import INSTRUCTION_LIMITS, describe_environment, start_accelerator
+from memsave_recipes.training.launch.start import INSTRUCTION_LIMITS, Accelerator, describe_environment
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def accelerator(monkeypatch):
     for variable in INSTRUCTION_LIMITS:  # this process may have been started with one
         monkeypatch.delenv(variable, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
-    return start_accelerator()
+    return Accelerator()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from memsave_recipes.training.checkpoints import Checkpoints, StoppedBySignal, S
 from memsave_recipes.training.checkpoints.state import RankState
 from memsave_recipes.training.launch import distributed
 from memsave_recipes.training.launch.distributed import RankPoll
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 from memsave_recipes.training.optimizers import NotFinite
 
 ORDER = SampleOrder(num_samples=20, global_batch_size=4, seed=1)
@@ -26,7 +26,7 @@ LAYOUT = BatchLayout.of(4, 2, 1)
 
 
 def make(folder, *, of=None, order=ORDER, layout=LAYOUT, **settings):
-    accelerator, model = start_accelerator(), nn.Linear(2, 2)
+    accelerator, model = Accelerator(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     training = of or TrainState(accelerator, model, optimizer, scheduler)

@@ -20,7 +20,7 @@ from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.checkpoints import Checkpoints, TrainState
 from memsave_recipes.training.checkpoints.commit import verify_manifest
 from memsave_recipes.training.checkpoints.state import read_record
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 from memsave_recipes.training.optimizers import step_in_backward
 
 OPTIMIZERS = {
@@ -71,7 +71,7 @@ def make_training(model_name="convolutional", optimizer_name="adamw", *, seed=0,
     if in_backward:
         step_in_backward(optimizer)
     scheduler = get_scheduler("cosine", optimizer, 2, 10)
-    accelerator = start_accelerator()
+    accelerator = Accelerator()
     prepared, optimizer = accelerator.prepare(model, optimizer)
     return TrainState(accelerator, prepared, optimizer, scheduler)
 
@@ -141,7 +141,7 @@ def test_an_optimizer_with_its_state_in_8_bits(tmp_path):
         model = nn.Linear(128, 64)
         optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)
         scheduler = get_scheduler("linear", optimizer, 0, 10)
-        return TrainState(start_accelerator(), model, optimizer, scheduler)
+        return TrainState(Accelerator(), model, optimizer, scheduler)
 
     def train_linear(training):
         training.model(torch.ones(2, 128)).square().mean().backward()
@@ -253,7 +253,7 @@ def test_a_full_disk_in_the_middle_of_any_file(tmp_path, limit):
     training, folder = make_training("gpt2"), tmp_path / "checkpoints"
     train(training, 1)
     samples = SampleOrder(num_samples=4, global_batch_size=4, seed=1)
-    checkpoints = Checkpoints(start_accelerator(), folder, training, order=samples, layout=BatchLayout.of(4, 4, 1))
+    checkpoints = Checkpoints(Accelerator(), folder, training, order=samples, layout=BatchLayout.of(4, 4, 1))
     checkpoints.save(1, {})
     with files_of_at_most(limit), pytest.raises(InputError, match=r"step-2 cannot be written .* may write"):
         checkpoints.save(2, {})

@@ -158,7 +158,8 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
         for batch in batches:
             with break_down_peak(model, optimizer.optimizer, accelerator.device) as peak:
                 for micro_batch in batch.forwards(model):
-                    batch.backward(loss_of(model, run, micro_batch))
+                    loss_sum = loss_of(model, run, micro_batch)
+                    batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
                 norm = clip_gradients(optim, accelerator, model)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -271,7 +271,8 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
         for number, micro_batch in enumerate(batch.forwards(model)):
             loss = loss_of(model, run, micro_batch)
             is_bad = batch.step == run.bad_step and accelerator.is_main_process and number == 0
-            batch.backward(loss * float("nan") if is_bad else loss)
+            loss_sum = loss * float("nan") if is_bad else loss
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
         norm = clip_gradients(optim, accelerator, model)
         if guard.should_step(batch, norm):
             optimizer.step()
@@ -385,7 +386,8 @@ def collectives_of_a_step(accelerator: Accelerator, micro_batch_size: int) -> li
     (batch,) = batches
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for micro_batch in batch.forwards(model):
-            batch.backward(loss_of(model, run, micro_batch))
+            loss_sum = loss_of(model, run, micro_batch)
+            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
     names = (event.name for event in profiler.events())
     return [name.removeprefix("c10d::") for name in names if name.startswith("c10d::")]
 

@@ -24,11 +24,11 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.training.launch import start as launch
 from memsave_recipes.training.launch.processes import launch_arguments
 from memsave_recipes.training.launch.start import (
+    Accelerator,
     LaunchRequest,
     chosen_dtype,
     parse_launch_request,
     read_launch_request,
-    start_accelerator,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -42,9 +42,9 @@ PROBE = """
 import dataclasses, json, sys, torch
 from pathlib import Path
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.training.launch.start import read_launch_request, start_accelerator
+from memsave_recipes.training.launch.start import read_launch_request, Accelerator
 try:
-    accelerator = start_accelerator()
+    accelerator = Accelerator()
 except InputError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -308,7 +308,7 @@ class Machine:
     def refusal(self) -> str:
         """The one line with which this launch is refused; no Accelerator may have been built."""
         with pytest.raises(InputError) as refused:
-            start_accelerator()
+            Accelerator()
         assert self.built_with is None
         assert "\n" not in str(refused.value)
         return str(refused.value)
@@ -321,37 +321,37 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 class TestDevice:
     def test_cpu_where_there_is_no_accelerator(self, machine: Machine) -> None:
-        start_accelerator(log_with=[])
+        Accelerator(log_with=[])
         assert machine.built_with == {"cpu": True, "log_with": []}
 
     def test_autocast_keeps_no_copy_of_the_weights(self, machine: Machine) -> None:
-        start_accelerator()
+        Accelerator()
         assert [h.cache_enabled for h in machine.handlers if isinstance(h, AutocastKwargs)] == [False]
 
     def test_the_group_gives_up_after_the_ranks_have_been_named(self, machine: Machine) -> None:
-        start_accelerator(collective_timeout_s=60.0)
+        Accelerator(collective_timeout_s=60.0)
         (timeout,) = [h.timeout for h in machine.handlers if isinstance(h, InitProcessGroupKwargs)]
         assert timeout.total_seconds() == 60 + launch.GROUP_TIMEOUT_MARGIN_S
 
     def test_accelerator_where_there_is_one(self, machine: Machine) -> None:
         machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        start_accelerator()
+        Accelerator()
         assert machine.built_with == {"cpu": False}
 
     def test_one_process_started_plain_takes_one_of_several(self, machine: Machine) -> None:
         machine.set(devices=4, joined=1)
-        assert start_accelerator().num_processes == 1
+        assert Accelerator().num_processes == 1
         assert machine.built_with == {"cpu": False}
 
     def test_a_file_with_use_cpu_stays_off_the_accelerators(self, machine: Machine) -> None:
         asked = LaunchRequest(num_processes=2, use_cpu=True)
         machine.set(devices=1, joined=2, asked=asked, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        start_accelerator()
+        Accelerator()
         assert machine.built_with == {"cpu": True}
 
     def test_accelerates_own_variable_is_heard(self, machine: Machine) -> None:
         machine.set(devices=1, joined=1, ACCELERATE_USE_CPU="True")
-        start_accelerator()
+        Accelerator()
         assert machine.built_with == {"cpu": True}
 
     def test_an_apple_gpu_needs_a_torch_that_counts_its_peaks(
@@ -362,7 +362,7 @@ class TestDevice:
         machine.set(devices=1, joined=1)
         assert "Apple GPU (mps) needs torch 2.13 and this is 2.12.1" in machine.refusal()
         monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
-        start_accelerator()
+        Accelerator()
         assert machine.built_with == {"cpu": False}
 
     def test_an_apple_gpu_is_left_alone_where_the_launch_says_so(
@@ -371,7 +371,7 @@ class TestDevice:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
         monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
         machine.set(devices=1, joined=1, ACCELERATE_USE_CPU="true")
-        start_accelerator()
+        Accelerator()
         assert machine.built_with == {"cpu": True}
 
     def test_several_gpus_of_windows_are_refused(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,11 +454,11 @@ class TestWorld:
     def test_a_rank_that_finds_itself_alone_is_refused(self, machine: Machine) -> None:
         machine.set(devices=0, joined=1, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         with pytest.raises(InputError, match="started 2 processes but this one joined a world of 1"):
-            start_accelerator()
+            Accelerator()
 
     def test_a_world_that_mpirun_started_is_accepted(self, machine: Machine) -> None:
         machine.set(devices=0, joined=2, asked=LaunchRequest(num_processes=2), OMPI_COMM_WORLD_SIZE="2")
-        assert start_accelerator().num_processes == 2
+        assert Accelerator().num_processes == 2
 
 
 class TestWhatElseALaunchCanSay:
@@ -480,14 +480,14 @@ class TestWhatElseALaunchCanSay:
     def test_the_bars_of_transformers_stay_out_of_log_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging, "_tqdm_active", True)
         AcceleratorState._reset_state(reset_partial_state=True)
-        start_accelerator()
+        Accelerator()
         assert not logging.is_progress_bar_enabled()
 
     def test_accumulation_in_the_environment_divides_no_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
         AcceleratorState._reset_state(reset_partial_state=True)
         weight = torch.ones(1, requires_grad=True)
-        start_accelerator().backward(3 * weight.sum())
+        Accelerator().backward(3 * weight.sum())
         assert weight.grad is not None
         assert weight.grad.item() == 3
 
@@ -502,21 +502,21 @@ class TestEnd:
         waits: list[float] = []
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group_is_left)
         monkeypatch.setattr(launch.time, "sleep", waits.append)
-        start_accelerator()
+        Accelerator()
         for handler in machine.at_exit:
             handler()
         assert bool(waits) == group_is_left
 
     def test_a_gpu_rank_does_not_wait(self, machine: Machine) -> None:
         machine.set(devices=1, joined=1)
-        start_accelerator()
+        Accelerator()
         assert machine.at_exit == []
 
     def test_end_training_waits_before_it_frees_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         order: list[str] = []
         monkeypatch.setattr(launch, "drain_gloo", lambda: order.append("wait"))
         monkeypatch.setattr(launch.Accelerator, "end_training", lambda self: order.append("free"))
-        start_accelerator().end_training()
+        Accelerator().end_training()
         assert order == ["wait", "free"]
 
 

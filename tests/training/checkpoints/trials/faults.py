@@ -14,7 +14,7 @@ from trials.run import Run
 from trials.world import Life, fresh, read_log, run_to_end
 
 from memsave_recipes.training.checkpoints import commit, locked_run_folder, state
-from memsave_recipes.training.launch.start import start_accelerator
+from memsave_recipes.training.launch.start import Accelerator
 
 LOCKS = ExitStack()  # until the process ends
 
@@ -117,7 +117,7 @@ def _lock_and_wait(run: Run, rank: int) -> None:
 
 
 def _lock(run: Run, rank: int) -> None:
-    LOCKS.enter_context(locked_run_folder(start_accelerator(), run.folder))
+    LOCKS.enter_context(locked_run_folder(Accelerator(), run.folder))
 
 
 def _wait_until(run: Run, name: str) -> None:

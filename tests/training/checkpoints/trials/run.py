@@ -182,7 +182,8 @@ def prepare(run: Run, accelerator: Accelerator) -> tuple[nn.Module, nn.Module, A
 def train_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, scheduler: Any, batch: GlobalBatch) -> None:
     for micro_batch in batch.forwards(model):
         logits = model(micro_batch["x"])
-        batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+        loss_sum = F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
+        batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     scheduler.step()

@@ -20,7 +20,7 @@ from trials.recipe import train_recipe
 from trials.run import Log, Run, train
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.training.launch.start import drain_gloo, start_accelerator
+from memsave_recipes.training.launch.start import Accelerator, drain_gloo
 
 FORK = get_context("fork")
 HANG_S = 30
@@ -101,7 +101,7 @@ def _live(run: Run, rank: int, prepare: Callable[[int], None]) -> int:
     try:
         log_commits(log)
         prepare(rank)
-        result = train_recipe(run, log) if run.recipe else train(run, start_accelerator(), log)
+        result = train_recipe(run, log) if run.recipe else train(run, Accelerator(), log)
         (run.folder / f"result-{rank}.json").write_text(json.dumps(result))
         if torch.distributed.is_initialized():  # a recipe has ended its world
             torch.distributed.barrier()

@@ -1,15 +1,10 @@
-"""The first phase of a run, which the others share: flags, Accelerator and folder."""
+"""What ranks that have joined a run share: its flags, its folder and its global batches."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from torch import nn
-
-from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.sharding import ShardGroups
 from memsave_recipes.core.sharding.groups import check_precision
 from memsave_recipes.core.step.batch_layout import SampleOrder
@@ -17,15 +12,15 @@ from memsave_recipes.run.folder import PLAN, earlier_names, print_lines
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.checkpoints import RunLock
 from memsave_recipes.training.checkpoints.resume import with_previous_plan
-from memsave_recipes.training.launch.distributed import main_process_first
 from memsave_recipes.training.launch.processes import StopSignals, num_workers
+from memsave_recipes.training.launch.start import Accelerator
 from memsave_recipes.training.optimizers import check_in_backward, check_offload
 from memsave_recipes.training.parsing import flag_values
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """The folder that an open run has to itself.
+    """The folder that a run has to itself.
 
     Args:
         earlier: ``config.json`` of the run that is resumed; ``None`` where none is.
@@ -38,12 +33,11 @@ class RunFolder:
     lock: RunLock
 
 
-class OpenRun:
-    """A run whose folder and ranks are there. All methods are for all ranks.
+class JoinedRun:
+    """A run that the ranks have joined. All methods are for all ranks.
 
     Attributes:
         args: the recipe's flags; on a resumed run with the plan and micro-batch size that were found before.
-        accelerator: Accelerate's.
         flags: those of ``config.json``.
         groups: of the ranks that share the weights; ``None`` where each has them whole.
     """
@@ -69,20 +63,8 @@ class OpenRun:
         check_offload(args, layout, streams=streams)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
-    def chose(self, **flags: Any) -> None:
-        """Set in ``config.json`` what an ``auto`` has become; a resumed run takes it from there."""
-        self.flags |= flags
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on the main process first, so that the others find its results in caches."""
-        return main_process_first(self.accelerator)
-
     def global_batches(self, dataset: Any, **options: Any) -> GlobalBatches:
-        """Make the global batches of the samples to train on, one for each optimizer step.
-
-        Args:
-            options: ``count_valid`` and ``collate_fn`` of ``GlobalBatches``.
-        """
+        """Make the global batches of ``Run.global_batches``."""
         args = self.args
         order = SampleOrder(
             num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
@@ -99,8 +81,3 @@ class OpenRun:
             num_workers=self.num_workers,
             **options,
         )
-
-    def build(self, task: Task) -> nn.Module:
-        """Build the model of the task with its weights; with ``--shard`` without those of other ranks."""
-        slices_on = None if self.groups is None else self.accelerator.device
-        return task.build_model(with_weights=True, slices_on=slices_on)

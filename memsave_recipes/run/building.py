@@ -1,0 +1,185 @@
+"""The model of a run: built on its device, prepared for its ranks, and under the plan of the flags."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from memsave_recipes.core.activations import PlanHandle, plan_blocks
+from memsave_recipes.core.activations.streaming import leave_to_this_rank, place, stream_of
+from memsave_recipes.core.costs.preserve_state import preserve_state
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.step import masters_of, scale_on_host
+from memsave_recipes.core.planner.budget import can_compile
+from memsave_recipes.core.planner.search import reduction_line
+from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.sharding import ShardGroups, shard
+from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.sharding.shards import reduce_once_a_step
+from memsave_recipes.core.sharding.units import joint_blocks
+from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
+from memsave_recipes.run.folder import print_lines
+from memsave_recipes.run.joined import JoinedRun
+from memsave_recipes.run.run_plan import RunPlan, choose_by_estimates, host_budget_of, plan_run
+from memsave_recipes.run.step_on_device import StepOnDevice
+from memsave_recipes.run.verification import settle_kernels, verify_plan
+from memsave_recipes.training.arguments import REGIONS
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch.distributed import on_main_process
+from memsave_recipes.training.launch.start import (
+    describe_float32,
+    refuse_gradients,
+    unused_weights,
+)
+from memsave_recipes.training.optimizers import describe_lost_updates, describe_state_in_shards, describe_warm_up
+
+
+class Built:
+    """The model of a task on its device, and what is found for it. All methods are for all ranks.
+
+    Attributes:
+        bare: the module with the blocks.
+        trained: the module around it that is trained; often the same.
+        saved: the module whose weights are saved, such as peft's.
+        loss_of: the loss of a micro-batch, summed, by the module that Accelerate has prepared.
+        planned: the plan and how it was found, once chosen.
+    """
+
+    def __init__(
+        self,
+        run: JoinedRun,
+        task: Task,
+        batches: GlobalBatches,
+        settle: Callable[[Any], Iterable[str | None]] | None,
+    ) -> None:
+        """Build, place, settle and check; with ``--shard`` cut the weights up. ``Run.build`` says what it raises."""
+        self.run, self.batches = run, batches
+        args, accelerator, groups = run.args, run.accelerator, run.groups
+        slices_on = None if groups is None else accelerator.device
+        self.bare: nn.Module = task.build_model(with_weights=True, slices_on=slices_on)
+        self.saved: Any = task.adapt(self.bare)
+        if task.check_samples is not None:  # the planner leaves out micro-batches that are too small
+            task.check_samples(self.bare, 2 if args.micro_batch_size == AUTO else batches.smallest_micro_batch)
+        place(self.bare, accelerator.device, streamed=task.streamed)
+        with accelerator.autocast():  # flash attention refuses float32
+            lines = () if settle is None else settle(self.bare)
+            self.trained: nn.Module = task.trained(self.bare, None, accelerator.device)
+        if stream_of(self.bare) is None:
+            self.trained.to(accelerator.device)
+        print_lines(accelerator, *filter(None, lines))
+        self.task = self._with_compile(task)
+        args = run.args
+        args.convert(self.bare)
+        args.check_model(self.bare)
+        by_estimates = groups is not None or batches.layout.sequence_parallel > 1
+        self._found = choose_by_estimates(accelerator, self.task) if args.searches and by_estimates else None
+        if groups is not None:
+            self._shard(groups)
+        elif accelerator.num_processes > 1:
+            unused = self._unused_weights()
+            refuse_gradients(unused)
+            leave_to_this_rank(self.trained, unused)
+        self._host_budget_bytes = host_budget_of(accelerator, self.task, self.bare, batches.layout)
+
+    def choose_plan(self, model: nn.Module, optimizer: Optimizer) -> Plan:
+        """Choose as ``Run.choose_plan`` does."""
+        args, accelerator = self.run.args, self.run.accelerator
+        if masters_of(optimizer) is not None:
+            scale_on_host(accelerator.scaler)
+        self.loss_of: Callable[[Batch], Tensor] = partial(self.task.loss_of, model)
+        print_lines(accelerator, *filter(None, self._notices()))
+        step = StepOnDevice(accelerator, self.bare, self.batches, model, self.loss_of)
+        self.planned = plan_run(self.task, step, self._found, self._host_budget_bytes)
+        args.check_plan(self.planned.plan)
+        if self.run.groups is not None:
+            self._settle_shards(model, self.planned)
+        return self.planned.plan
+
+    def verify(self, model: nn.Module, handle: PlanHandle) -> dict[str, Any]:
+        """Carry out ``--verify`` and ``--full_determinism``; return the former's entry of ``results.json``."""
+        args, accelerator, batches = self.run.args, self.run.accelerator, self.batches
+        found = verify_plan(args.verify, accelerator, model, handle, batches, self.loss_of)
+        settle_kernels(args.full_determinism, accelerator, model, batches, self.loss_of)
+        return found
+
+    def _with_compile(self, task: Task) -> Task:
+        """Settle ``--compile auto``: a GPU, its compiler and layers that repeat; return the task with these flags."""
+        run = self.run
+        if run.args.compile != AUTO:
+            return task
+        accelerator, has_whole_rows = run.accelerator, self.batches.layout.sequence_parallel == 1
+        may_compile = accelerator.device.type == "cuda" and has_whole_rows
+        compiles = on_main_process(accelerator, lambda: may_compile and can_compile(self.bare))
+        run.args = replace(run.args, compile=REGIONS if compiles else NONE)
+        accelerator.print(f"--compile auto: {run.args.compile}")
+        return replace(task, run=run.args)
+
+    def _shard(self, groups: ShardGroups) -> None:
+        """Cut the weights up, in units of the plan that the flags name or that was found for a budget."""
+        args, accelerator, found = self.run.args, self.run.accelerator, self._found
+        plan = plan_blocks(self.bare, args.activation_checkpointing) if found is None else found.forecast.plan
+        if args.verify == "stop" and not plan.is_bitwise:
+            raise InputError(
+                f"--verify: plan {plan.strategy} rounds in another order, so it is compared with a step in float64, "
+                f"which weights under --shard {args.shard} do not take: leave --verify out, or take a plan that keeps "
+                "every bit, such as full or budget:bitwise"
+            )
+        unread = slices_of(self.bare).unread
+        shard(self.trained, self.bare, plan, groups, accelerator.device, args.shard, unread)
+        let_go_of_stand_ins(self.bare)
+        self._joint_blocks = joint_blocks(plan)
+        accelerator.print(groups.describe())
+
+    def _unused_weights(self) -> dict[str, nn.Parameter]:
+        accelerator, trained = self.run.accelerator, self.trained
+        make_batch = self.batches.largest_forward(self.batches.layout)
+        with preserve_state(trained, accelerator.device), accelerator.autocast():
+            return unused_weights(trained, lambda: self.task.loss_of(trained, make_batch()))
+
+    def _notices(self) -> list[str | None]:
+        accelerator, args = self.run.accelerator, self.run.args
+        dtypes = {parameter.dtype for parameter in self.bare.parameters()}
+        return [
+            describe_state_in_shards(args, self.bare),
+            describe_lost_updates(args, self.bare),
+            describe_warm_up(args, self.batches.steps.stop),
+            describe_float32(accelerator.device, dtypes, accelerator.mixed_precision),
+        ]
+
+    def _settle_shards(self, model: nn.Module, planned: RunPlan) -> None:
+        """Reduce gradients as planned, in the units that the weights are cut in."""
+        args, once = self.run.args, planned.reduces_once
+        if joint_blocks(planned.plan) != self._joint_blocks:
+            raise InputError(
+                f"--shard {args.shard}: not all blocks of --activation_checkpointing {args.activation_checkpointing} "
+                "run, so its spans are others than the units of the weights: take full"
+            )
+        reduce_once_a_step(model, once)
+        self.run.flags["reduce_gradients"] = PER_STEP if once else PER_MICRO_BATCH
+        if self.batches.layout.accumulation_steps > 1:
+            self.run.accelerator.print(reduction_line(once=once))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What Accelerate has prepared, under its plan.
+
+    Args:
+        model: what is trained.
+        optimizer: over the parameters that require gradients.
+        scheduler: as torch has it.
+        handle: takes the plan off.
+    """
+
+    built: Built
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    handle: PlanHandle
