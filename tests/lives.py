@@ -77,7 +77,8 @@ def launch(recipe, config, *flags, folder, precision="no", num_ranks=None, commo
     command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
     command += ["--num_processes", num_ranks] if num_ranks else []
     common = FLAGS[recipe] if common is None else common
-    words = [*common, "--report_to", "none", "--output_dir", folder, "--dataloader_num_workers", "2", *flags]
+    of_a_run = [] if recipe == "ddp_equals_accumulation" else ["--report_to", "none", "--dataloader_num_workers", "2"]
+    words = [*common, *of_a_run, "--output_dir", folder, *flags]
     return subprocess.Popen(
         [str(word) for word in [*command, ROOT / "recipes" / f"{recipe}.py", *words]],
         cwd=ROOT,

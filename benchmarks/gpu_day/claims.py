@@ -77,6 +77,7 @@ class Command:
         words: a script of the repository, or ``-m MODULE``, and its flags; ``{folder}`` is its folder. Or a function
             that makes them from the outcome of ``after``.
         launch: the file of ``accelerate_configs/`` to launch with, for a recipe; ``None`` for plain Python.
+        is_run: it has a run's flags of its folder and of trackers.
         is_killed: it is killed after its first checkpoint, and resumed.
         is_benchmark: its folder is that of the day's results.
         limit_s: it is ended after so many seconds.
@@ -88,6 +89,7 @@ class Command:
     launch: str | None = None
     precision: str = "no"
     after: "Command | None" = None
+    is_run: bool = True
     is_killed: bool = False
     is_benchmark: bool = False
     limit_s: float = 300

@@ -72,7 +72,8 @@ class Day:
         if command.launch:
             config = ROOT / "accelerate_configs" / f"{command.launch}.yaml"
             launcher = ["-m", "memsave_recipes.tools.cli", "launch", "--config_file", str(config)]
-            own = ["--report_to", "none", "--output_dir", str(folder), "--resume" if is_resumed else "--overwrite"]
+            own = ["--output_dir", str(folder)]
+            own += ["--report_to", "none", "--resume" if is_resumed else "--overwrite"] if command.is_run else []
             flags = [*launcher, "--mixed_precision", command.precision, *flags, *own]
         folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{command.name}.log").open("w") as log:

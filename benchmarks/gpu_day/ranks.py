@@ -25,12 +25,13 @@ def ranks(size: Size) -> Step:
         size.text(f"ranks-bits-{name}", f"{deterministic} --bitwise_topology", precision="no", launch=launch)
         for name, launch in (("one", one), ("two", ddp))
     ]
-    proof = Command(name="ranks-proof-1", words=f"{PROOF} {size.proof}", launch=one)
+    proof = Command(name="ranks-proof-1", words=f"{PROOF} {size.proof}", launch=one, is_run=False)
     proof_of_two = Command(
         name="ranks-proof-2",
         words=lambda run: f"{PROOF} {size.proof} --compare_with {run.folder}",
         launch=ddp,
         after=proof,
+        is_run=False,
     )
     fast = [
         size.text(f"ranks-speed-{name}", size.length, launch=launch) for name, launch in (("one", one), ("two", ddp))

@@ -1,7 +1,7 @@
 """The names that all recipes need, from one module: flags, the run, global batches, optimizer, and its end."""
 
 from memsave_recipes.core.activations import apply_plan
-from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.errors import InputError, option, require
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, seed_for
 from memsave_recipes.run.failures import run_recipe
@@ -30,6 +30,7 @@ __all__ = [
     "evaluate_classifier",
     "make_optimizer",
     "make_scheduler",
+    "option",
     "parse_arguments",
     "require",
     "run_recipe",

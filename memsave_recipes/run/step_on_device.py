@@ -49,7 +49,7 @@ class StepOnDevice:
 
     def smallest_micro_batch(self, layout: BatchLayout) -> int:
         """Return the fewest samples that a forward of the run is given in another layout."""
-        return self.batches.anew(layout, drop_last=self.batches.order.drop_last).smallest_micro_batch
+        return self.batches.anew(layout).smallest_micro_batch
 
     def running_blocks(self) -> list[str] | None:
         """List the blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""

@@ -38,7 +38,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import fsum, isfinite
@@ -132,10 +132,10 @@ class GlobalBatches:
         """Let ``step`` be the last one of the run."""
         self.steps = range(self.steps.start, step)
 
-    def anew(self, layout: BatchLayout, *, drop_last: bool) -> "GlobalBatches":
-        """All steps of the run once more, in another layout, with or without the short last step of an epoch."""
+    def anew(self, layout: BatchLayout) -> "GlobalBatches":
+        """All steps of the run once more, in another layout."""
         other = copy(self)
-        other.layout, other.order = layout, replace(self.order, drop_last=drop_last)
+        other.layout = layout
         other.steps = range(self.steps.stop)
         return other
 

@@ -27,7 +27,6 @@ BASES: dict[str, list[dict[str, str]]] = {
     ],
     "language_modeling": [{**_from_scratch("gpt2"), **TEXTS}, {"model_name_or_path": "f/small", **TEXTS}],
     "text_classification": [{**_from_scratch("bert"), **LABELLED}, {"model_name_or_path": "f/small", **LABELLED}],
-    "ddp_equals_accumulation": [{"micro_batch_size": "2"}],
 }
 """Tiny runs of each recipe."""
 

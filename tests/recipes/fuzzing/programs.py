@@ -16,7 +16,7 @@ from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.tools.cli import main as memsave
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-NAMES = ("image_classification", "language_modeling", "text_classification", "ddp_equals_accumulation")
+NAMES = ("image_classification", "language_modeling", "text_classification")
 MOST_BYTES = 4 * 1024**3  # more than that a program may not take, so that what is huge fails at once
 
 WHEN_NEEDED = (  # what programs import only then

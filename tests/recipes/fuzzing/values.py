@@ -207,19 +207,6 @@ FLAGS: dict[str, dict[str, Values]] = {
         "max_length": whole("8", "16", least=8, odd=("512", "513", "2000000000")),
         "model_type": Values(("bert",), (None, "", "nothing", "resnet"), ("gpt2", "t5", "distilbert")),
     },
-    "ddp_equals_accumulation": RUN
-    | BATCHNORM
-    | OPTIMIZER
-    | SAFETY
-    | {
-        "activation_checkpointing": Values(PLANS.good, PLANS.bad, ("selective", "bottleneck")),
-        "memory_budget_gib": Values((), ("0.5", "80"), words=NO_NUMBERS),
-        "micro_batch_size": Values(("1", "2", "99"), ("0", "auto"), words=NO_WHOLE_NUMBERS),
-        "verify": Values(("off",), (None, "", "x", "stop", "warn")),
-        "optimizer": Values(("adamw", "sgd"), (None, "", "adam", "adafactor")),
-        "optimizer_in_backward": Values(("no",), (*SWITCH[1], None)),
-        "compare_with": Values((), (None, *ODD_PATHS, "f/done")),
-    },
 }
 
 NOT_DRAWN = {"debug", "eval_only", "push_to_hub"}  # a traceback, no config.json, a network
