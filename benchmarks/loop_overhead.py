@@ -171,7 +171,7 @@ def our_loop(work: Work, end_step: EndStep) -> None:
                 grad_norm = training.step(batch)
             report.count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
-                report.log_window(batch.step + 1, learning_rate=learning_rate)
+                accelerator.log(report.end_window(batch.step + 1, learning_rate=learning_rate)[0], step=batch.step + 1)
             end_step()
 
 

@@ -99,14 +99,16 @@ class Loop:
         report = RunReport(accelerator, training.batches, training.model, training.optimizer)
         labels = RunLabels(project="telemetry", group="", name="", tags=[], config={}, output_dir=self.folder)
         start_trackers(accelerator, labels)
-        count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
+        count, end_window = self.calls.timed(report.count), self.calls.timed(report.end_window)
+        log = self.calls.timed(accelerator.log)
         for batch in report.clock.loading(training.batches):
             report.count_flops(batch, training.loss_of)
             with report.measured(batch.step):
                 grad_norm = training.step(batch)
             count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
-                log_window(batch.step + 1, learning_rate=LEARNING_RATE)
+                figures, _ = end_window(batch.step + 1, learning_rate=LEARNING_RATE)
+                log(figures, step=batch.step + 1)
             if batch.step + 1 == self.work.total_steps:
                 finish_trackers(accelerator, {})
             yield

@@ -16,7 +16,6 @@ from memsave_recipes.run.trackers import (
     RunLabels,
     alert,
     finish_trackers,
-    log_metrics,
     resolve_trackers,
     start_trackers,
 )
@@ -53,7 +52,7 @@ def run(accelerator: Accelerator, folder: Path, name: str = LABELS["name"]) -> N
     start_trackers(accelerator, RunLabels(**{**LABELS, "name": name}, config=CONFIG, output_dir=folder))
     print(f"training starts after {time.monotonic() - began:.1f} s")
     for row in ROWS:
-        log_metrics(accelerator, {"train/loss": row["train/loss"]}, row["step"])
+        accelerator.log({"train/loss": row["train/loss"]}, step=row["step"])
     alert(accelerator, **ALERT)
     print(f"last step at {time.time():.1f}")
     finish_trackers(accelerator, RESULTS)

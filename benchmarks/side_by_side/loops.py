@@ -100,7 +100,8 @@ def our_loop(
                     grad_norm = train_step(batch)
                 report.count(batch, grad_norm)
                 if (batch.step + 1) % LOGGING_STEPS == 0:
-                    report.log_window(batch.step + 1, learning_rate=LEARNING_RATE)
+                    figures, _ = report.end_window(batch.step + 1, learning_rate=LEARNING_RATE)
+                    accelerator.log(figures, step=batch.step + 1)
                 watch(bare, optimizer)
 
 

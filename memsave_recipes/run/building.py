@@ -118,7 +118,7 @@ class Built:
         may_compile = accelerator.device.type == "cuda" and has_whole_rows
         compiles = on_main_process(accelerator, lambda: may_compile and can_compile(self.bare))
         run.args = replace(run.args, compile=REGIONS if compiles else NONE)
-        accelerator.print(f"--compile auto: {run.args.compile}")
+        accelerator.print(f"--compile auto: {REGIONS if compiles else NONE}")
         return replace(task, run=run.args)
 
     def _shard(self, groups: ShardGroups) -> None:

@@ -23,6 +23,7 @@ from memsave_recipes.core.activations.blocks import Block, Layer
 from memsave_recipes.core.costs.breakdown import MemoryBreakdown, break_down_peak, persistent_tensors
 from memsave_recipes.core.costs.memory import (
     ForwardMeter,
+    is_out_of_memory,
     peak_rss_bytes,
     read_device_memory,
     read_device_use,
@@ -117,13 +118,22 @@ class MemoryWatch:
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """Measure the training step ``step`` inside, if it is one of ``full_steps``."""
-        with ExitStack() as observers:
-            if step == self.metered_step:
-                observers.enter_context(self.forward_meter)
-            if step == self.instrumented_step:
-                observers.enter_context(self._recorded())
-            yield
+        """Measure the training step ``step`` inside, if it is one of ``full_steps``.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory left; its message is the page that explains it.
+        """
+        try:
+            with ExitStack() as observers:
+                if step == self.metered_step:
+                    observers.enter_context(self.forward_meter)
+                if step == self.instrumented_step:
+                    observers.enter_context(self._recorded())
+                yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(page_of(self, step, error)) from error
+            raise
 
     def end_step(self, step: int) -> None:
         """Write ``--memory_snapshot`` if ``step`` is the last one of it, which takes a while."""

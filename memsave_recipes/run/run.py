@@ -17,14 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.core.activations import PlanHandle
-from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
@@ -241,17 +239,13 @@ class Run:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Explain a step that ran out of memory; end a save in the background where all ranks are well."""
+        """Let the training explain the error that ends it, such as a step that ran out of memory."""
         try:
             yield
-        except NotFinite:
+        except (Exception, StoppedBySignal) as error:
             if self.training is not None:
-                self.training.finish_writing()
+                self.training.break_off(error)
             raise
-        except RuntimeError as error:
-            if self.training is None or not (self.training.in_step and is_out_of_memory(error)):
-                raise
-            raise torch.OutOfMemoryError(self.training.page_of(error)) from error
 
     def _tell_of(self, error: BaseException) -> None:
         """Alert people of the error that has ended the run, and close trackers where all ranks know of it."""

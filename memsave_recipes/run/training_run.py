@@ -31,7 +31,6 @@ from memsave_recipes.run.folder import (
     write_figures,
     write_results,
 )
-from memsave_recipes.run.memory_watch import page_of
 from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
 from memsave_recipes.run.trackers import alert
 from memsave_recipes.training.batching import GlobalBatch
@@ -40,7 +39,7 @@ from memsave_recipes.training.checkpoints.resume import BEST
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.start import check_gradients, describe_environment, deterministic_kernels
-from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
+from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, clip_gradients
 from memsave_recipes.training.weight_average import WeightAverage
 
 FEW_SAMPLES = 8
@@ -53,7 +52,7 @@ class TrainingRun:
     before its evaluation, so that a failure from then on costs nothing.
 
     Attributes:
-        step: how many are done; ``in_step`` while one is computed.
+        step: how many are done.
         num_trained: parameters that train.
         results: the content of ``results.json``; ``None`` before ``finish``.
     """
@@ -71,7 +70,7 @@ class TrainingRun:
         self.built, self.run, self.batches = built, built.run, built.batches
         self._equivalence = built.verify(prepared.model, prepared.handle)
         self.args, self.accelerator = self.run.args, self.run.accelerator
-        self.step, self.in_step = 0, False
+        self.step = 0
         self.results: dict[str, Any] | None = None
         self.num_trained = sum(p.numel() for p in built.bare.parameters() if p.requires_grad)
         self.num_parameters = sum(parameter.numel() for parameter in built.bare.parameters())
@@ -117,7 +116,7 @@ class TrainingRun:
             for number, batch in enumerate(() if self._stops_early() else self._report.clock.loading(self._progress)):
                 self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
                 self._report.count_flops(batch, self.built.loss_of)
-                self._batch, self.in_step = batch, True
+                self._batch = batch
                 self._measured.enter_context(self._report.measured(batch.step))
                 yield batch
                 if number == 0:
@@ -127,7 +126,6 @@ class TrainingRun:
                 if self._stops_early():
                     break
         finally:
-            self._measured.close()
             if freezes:
                 gc.unfreeze()
         if self._average is not None:
@@ -137,9 +135,15 @@ class TrainingRun:
         """Stop the run's clock inside."""
         return self._report.clock.paused(synchronize=True)
 
-    def page_of(self, error: RuntimeError) -> str:
-        """Explain the step that ran out of memory."""
-        return page_of(self._report.memory, self._batch.step, error)
+    def break_off(self, error: BaseException) -> None:
+        """Leave the step in which an error has ended the run, and a save in the background where all ranks are well.
+
+        Raises:
+            torch.OutOfMemoryError: there was no memory left; its message is a page that explains it.
+        """
+        if isinstance(error, NotFinite):
+            self._checkpoints.finish_writing()
+        self._measured.__exit__(type(error), error, error.__traceback__)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
         """Clip the global batch's gradient (0: not) and see that no NaN reaches a weight.
@@ -166,7 +170,6 @@ class TrainingRun:
             NotFinite: more steps of the window than allowed are not finite.
         """
         self._measured.close()
-        self.in_step = False
         was_skipped = getattr(self.prepared.optimizer, "step_was_skipped", False)
         if self._average is not None and self._may_step and not was_skipped:
             self._average.update()
@@ -300,10 +303,6 @@ class TrainingRun:
             if accelerator.is_main_process or self.run.groups is not None:
                 with accelerator.autocast(), deterministic_kernels(deterministic):  # here a warning is enough
                     accelerator.print("sample:", sample())
-
-    def finish_writing(self) -> None:
-        """Wait for a save in the background."""
-        self._checkpoints.finish_writing()
 
     def _state_in_evaluation(self) -> dict[str, Any]:
         """Return the state for a checkpoint, which has the weights and not their average."""

@@ -8,8 +8,8 @@ from lives import FLAGS, assert_the_same_weights, curve, scratch, with_context
 from torch._dynamo.utils import counters
 
 from memsave_recipes.core.planner.task import Task
-from memsave_recipes.run import prepared_run
-from memsave_recipes.run.prepared_run import PreparedRun
+from memsave_recipes.run import building
+from memsave_recipes.run.building import Built
 from memsave_recipes.training.arguments import RecipeArguments
 
 RECIPE = "language_modeling"
@@ -47,11 +47,11 @@ def test_the_peak_of_a_micro_batch_that_was_searched_is_not_above_its_prediction
 )
 def test_auto_compiles_on_a_gpu_where_layers_repeat(device, repeats, sequence_parallel, strategy, monkeypatch):
     said = []
-    monkeypatch.setattr(prepared_run, "on_main_process", lambda accelerator, ask: ask())
-    monkeypatch.setattr(prepared_run, "can_compile", lambda model: repeats)
+    monkeypatch.setattr(building, "on_main_process", lambda accelerator, ask: ask())
+    monkeypatch.setattr(building, "can_compile", lambda model: repeats)
     flags = RecipeArguments(output_dir="run", compile="auto", activation_checkpointing="full")
-    prepared = object.__new__(PreparedRun)
-    prepared.unwrapped = torch.nn.Identity()
+    prepared = object.__new__(Built)
+    prepared.bare = torch.nn.Identity()
     prepared.batches = SimpleNamespace(layout=SimpleNamespace(sequence_parallel=sequence_parallel))
     prepared.run = SimpleNamespace(
         args=flags, accelerator=SimpleNamespace(device=torch.device(device), print=said.append)

@@ -44,17 +44,17 @@ import image_classification as recipe
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.report import RunReport
 
-log_window = RunReport.log_window
+end_window = RunReport.end_window
 
 def and_end_the_service(self, step, **options):
-    told = log_window(self, step, **options)
+    told = end_window(self, step, **options)
     if step == 2:
         services = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
         assert services
         services[0].kill()
     return told
 
-RunReport.log_window = and_end_the_service
+RunReport.end_window = and_end_the_service
 run_recipe(recipe.main)
 """
 

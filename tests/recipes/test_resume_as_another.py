@@ -8,7 +8,7 @@ import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.models.pretrained import TransformerArguments
-from memsave_recipes.run import prepared_run
+from memsave_recipes.run import building
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.checkpoints.commit import write_manifest
 from memsave_recipes.training.checkpoints.resume import check_same_flags, with_previous_choices
@@ -173,13 +173,13 @@ def test_what_was_searched_is_kept(recipe, train, stopped_at_6, monkeypatch, tmp
     stopped_at_6(*search)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    plan_run = prepared_run.plan_run
+    plan_run = building.plan_run
 
     def plan_without_a_search(task, *args):
         assert not task.run.searches
         return plan_run(task, *args)
 
-    monkeypatch.setattr(prepared_run, "plan_run", plan_without_a_search)
+    monkeypatch.setattr(building, "plan_run", plan_without_a_search)
     results = train(*IMAGES, "--save_every", "3", *search, "--resume")
     assert json.loads((tmp_path / "run" / "plan.json").read_text()) == plan
     assert results["micro_batch_size"] == config["geometry"]["micro_batch_size"]

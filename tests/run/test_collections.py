@@ -1,6 +1,7 @@
 """Objects of the first step are spared to Python's collections of cycles while the run trains."""
 
 import gc
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,13 @@ def run_of(num_steps):
     return SimpleNamespace(
         args=SimpleNamespace(eval_only=False),
         accelerator=SimpleNamespace(is_main_process=False),
-        batches=range(num_steps),
-        prepared=SimpleNamespace(scheduler=SimpleNamespace(get_last_lr=lambda: [0.1]), loss_of=None),
-        _report=SimpleNamespace(clock=SimpleNamespace(loading=iter), count_flops=lambda *_: None),
+        batches=[SimpleNamespace(step=step) for step in range(num_steps)],
+        prepared=SimpleNamespace(scheduler=SimpleNamespace(get_last_lr=lambda: [0.1])),
+        built=SimpleNamespace(loss_of=None),
+        _measured=ExitStack(),
+        _report=SimpleNamespace(
+            clock=SimpleNamespace(loading=iter), count_flops=lambda *_: None, measured=lambda step: nullcontext()
+        ),
         _stops_early=lambda: False,
         _average=None,
     )

@@ -14,7 +14,7 @@ from memsave_recipes.core.activations.blocks import Layer
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.run import failures, out_of_memory
+from memsave_recipes.run import failures, memory_watch, out_of_memory
 from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
 from memsave_recipes.run.memory_watch import RunSettings
 from memsave_recipes.run.report import RunReport
@@ -214,7 +214,7 @@ def test_an_unforeseen_error_keeps_its_traceback():
 
 
 def snapshot_line(device, monkeypatch, write):
-    monkeypatch.setattr(out_of_memory, "write_snapshot", write)
+    monkeypatch.setattr(memory_watch, "write_snapshot", write)
     accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
     settings = RunSettings(folder=Path("out"), flags={})
     return out_of_memory.snapshot_line(SimpleNamespace(accelerator=accelerator, settings=settings))

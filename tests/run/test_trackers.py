@@ -23,7 +23,6 @@ from memsave_recipes.run.trackers import (
     RunLabels,
     alert,
     finish_trackers,
-    log_metrics,
     resolve_trackers,
     start_trackers,
 )
@@ -69,7 +68,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_logged(
 ) -> None:
     accelerator = make_accelerator(["none"])
     start(accelerator)
-    log_metrics(accelerator, {"train/loss": 0.1 + 0.2}, 1)
+    accelerator.log({"train/loss": 0.1 + 0.2}, step=1)
     assert rows_of(tmp_path) == [{"step": 1, "train/loss": 0.1 + 0.2}]
     finish_trackers(accelerator, {})
 
@@ -79,7 +78,7 @@ def test_numbers_that_are_not_finite_are_valid_json(
 ) -> None:
     accelerator = make_accelerator(["none"])
     start(accelerator)
-    log_metrics(accelerator, {"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
+    accelerator.log({"a": math.nan, "b": math.inf, "c": -math.inf}, step=1)
     finish_trackers(accelerator, {})
     line = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

@@ -97,7 +97,7 @@ def train(accelerator, *, hungry_rank=None, **options):
         report.count(batch)
         losses.append(accelerator.reduce(batch.loss, "sum").item())
         if (batch.step + 1) % 3 == 0 or batch.step + 1 == report.batches.steps.stop:
-            report.log_window(batch.step + 1, learning_rate=0.1)
+            accelerator.log(report.end_window(batch.step + 1, learning_rate=0.1)[0], step=batch.step + 1)
     rows = accelerator.trackers[0].rows if accelerator.is_main_process else []
     return rows, report.results(), losses
 
@@ -120,7 +120,7 @@ def count_collectives(accelerator):
     batch = next(iter(report.batches))
     batch.loss = torch.tensor(1.0)
     report.count(batch)
-    report.log_window(1, learning_rate=0.1)
+    accelerator.log(report.end_window(1, learning_rate=0.1)[0], step=1)
     return calls
 
 
