@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.data.text.rows import RowArguments, check_model, load_rows
-from memsave_recipes.models.causal_lm import continue_text
+from memsave_recipes.models.causal_lm import check_causal, continue_text
 from memsave_recipes.models.language_model import (
     LanguageModelArguments,
     build_language_model,
@@ -164,6 +164,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
 
 def settle(model: nn.Module, *, args: Arguments, accelerator: Accelerator, rows: Any) -> Iterable[str | None]:
     """Check the model on its device against the rows; set its attention and where it stops."""
+    check_causal(model, args.name)
     check_model(model, rows, args.name, one_row=args.one_row)
     timeout = accelerator.init_handler.timeout
     return settle_language_model(model, args, timeout=timeout, end_of_turn=rows.end_of_turn)

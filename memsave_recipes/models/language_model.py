@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
-from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, read_loss
+from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.models.sequence_parallel import SequenceGroup
@@ -71,7 +71,7 @@ def build_language_model(args: Any, *, with_weights: bool, **options: Any) -> Pr
 def settle_language_model(
     model: PreTrainedModel, args: Any, *, timeout: timedelta, end_of_turn: int | None
 ) -> Sequence[str | None]:
-    """Check that a model on its device is causal, set its attention, and let it stop where turns end.
+    """Set the attention of a model on its device, and let it stop where turns end.
 
     Args:
         timeout: of the groups of ranks that share rows.
@@ -80,7 +80,6 @@ def settle_language_model(
     Returns:
         A line on the attention.
     """
-    check_causal(model, args.name)
     _stop_at(model, end_of_turn)
     return (attend(model, args, SequenceGroup.of(args.sequence_parallel, timeout)),)
 

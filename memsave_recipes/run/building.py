@@ -36,6 +36,7 @@ from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.start import (
     describe_float32,
     refuse_gradients,
+    synchronize_batchnorm,
     unused_weights,
 )
 from memsave_recipes.training.optimizers import describe_lost_updates, describe_state_in_shards, describe_warm_up
@@ -64,6 +65,8 @@ class Built:
         args, accelerator, groups = run.args, run.accelerator, run.groups
         slices_on = None if groups is None else accelerator.device
         self.bare: nn.Module = task.build_model(with_weights=True, slices_on=slices_on)
+        if args.sync_batchnorm:
+            self.bare = synchronize_batchnorm(self.bare, accelerator.device)
         self.saved: Any = task.adapt(self.bare)
         if task.check_samples is not None:  # the planner leaves out micro-batches that are too small
             task.check_samples(self.bare, 2 if args.micro_batch_size == AUTO else batches.smallest_micro_batch)

@@ -98,7 +98,7 @@ def test_what_a_run_leaves_behind(train, tmp_path):
 
 def test_channels_last_and_the_precision_of_products_are_those_of_training(recipe, train, tmp_path, monkeypatch):
     """Also of a run that goes on, whose optimizer's state lies as the weights do."""
-    seen, clip = [], TrainingRun.clip_gradients
+    seen, clip = [], TrainingRun.clip_grad_norm_
 
     def watched(training):
         for parameter in training.prepared.model.parameters():
@@ -107,7 +107,7 @@ def test_channels_last_and_the_precision_of_products_are_those_of_training(recip
                 seen.append((layout, torch.get_float32_matmul_precision()))
         return clip(training)
 
-    monkeypatch.setattr(TrainingRun, "clip_gradients", watched)
+    monkeypatch.setattr(TrainingRun, "clip_grad_norm_", watched)
     flags = ["--model", "vgg_small", *SHORT, "--channels_last", "--matmul_precision", "high"]
     flags += ["--lr_scheduler_type", "constant", "--save_every", "2"]
     straight = train(*flags, output="straight")

@@ -87,8 +87,8 @@ def test_a_mixture_trains_on_its_balancing_loss(train, tmp_path, text_file):
         output = tmp_path / str(coefficient)
         train(*mixture, "--config_overrides", f"{shape}{coefficient}.0", "--loss", "chunked", output=output)
         found[coefficient] = [row for row in rows_of(output) if row["step"] == 1]
-    ((without,), (balanced, part)) = found.values()
-    assert balanced["train/loss"] == pytest.approx(without["train/loss"] + 10 * part["train/aux_loss"], rel=1e-6)
+    ((without,), (balanced,)) = found.values()
+    assert balanced["train/loss"] == pytest.approx(without["train/loss"] + 10 * balanced["train/aux_loss"], rel=1e-6)
     planned = ["--config_overrides", f"{shape}10.0", "--loss", "chunked", "--activation_checkpointing", "full"]
     train(*mixture, *planned, output=tmp_path / "full")
     assert_the_same_weights(tmp_path / "full/final", tmp_path / "10/final")
@@ -279,7 +279,7 @@ def flash(monkeypatch, recipe):
         return attended.transpose(1, 2), None
 
     name = "half_precision_only"  # transformers would load kernels for a name with "flash" in it
-    monkeypatch.setattr(recipe.ModelArguments, "one_row", True)
+    monkeypatch.setattr(recipe.LanguageModelArguments, "one_row", True)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attention)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, lambda *args, **options: None)
     return name, told
