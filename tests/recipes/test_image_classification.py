@@ -100,12 +100,12 @@ def test_channels_last_and_the_precision_of_products_are_those_of_training(recip
     """Also of a run that goes on, whose optimizer's state lies as the weights do."""
     seen, clip = [], TrainingRun.clip_grad_norm_
 
-    def watched(training):
+    def watched(training, max_norm):
         for parameter in training.prepared.model.parameters():
             if parameter.ndim == 4:
                 layout = parameter.is_contiguous(memory_format=torch.channels_last)
                 seen.append((layout, torch.get_float32_matmul_precision()))
-        return clip(training)
+        return clip(training, max_norm)
 
     monkeypatch.setattr(TrainingRun, "clip_grad_norm_", watched)
     flags = ["--model", "vgg_small", *SHORT, "--channels_last", "--matmul_precision", "high"]
