@@ -256,7 +256,7 @@ class GlobalBatch:
             self._seed_dropout(index)
             with nullcontext() if index == last else self.accelerator.no_sync(model):
                 yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True, skip_keys="index")
-            self._end_micro_batch()
+            self.end_micro_batch()
 
     def _seed_dropout(self, index: int) -> None:
         """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
@@ -302,7 +302,7 @@ class GlobalBatch:
         self._loss_sum = loss_sum.detach()
         return torch.add(gradient, self._loss_sum, alpha=0)
 
-    def _end_micro_batch(self) -> None:
+    def end_micro_batch(self) -> None:
         """Add the loss of a micro-batch, which has gone backward."""
         if self._loss_sum is None:
             return
@@ -332,17 +332,17 @@ class BitwiseGlobalBatch(GlobalBatch):
         self._seed_dropout(0)
         counted = self.micro_batches[: self.sums.num_counted]
         yield self.sums.joined(send_to_device(counted, self.accelerator.device, non_blocking=True))
-        self._end_micro_batch()
+        self.end_micro_batch()
 
     @property
     def loss_parts(self) -> list[Tensor]:
         """The parts of this rank's micro-batches."""
         return self.sums.losses
 
-    def _end_micro_batch(self) -> None:
+    def end_micro_batch(self) -> None:
         """As of ``GlobalBatch``; the last one leaves the sum over all ranks on the parameters."""
         loss_sum = self._loss_sum
-        super()._end_micro_batch()
+        super().end_micro_batch()
         if loss_sum is None:
             return
         divisor, _ = self._divisor_and_gradient(loss_sum)
