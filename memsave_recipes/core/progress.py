@@ -7,8 +7,6 @@ from typing import Any, ClassVar, Self
 
 from tqdm import tqdm
 
-from memsave_recipes.core.text import say
-
 BAR_AFTER_S = 5
 
 
@@ -44,4 +42,4 @@ class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]  # tqdm has no typ
     def _tell(self, line: str) -> None:
         if line not in self.told:
             self.told.add(line)
-            say(line, file=sys.stderr)
+            print(line, file=sys.stderr, flush=True)

@@ -5,28 +5,16 @@ Names, texts and JSON of foreign files can hold anything; they pass through ``pr
 """
 
 import json
-import logging
 from collections.abc import Iterable
 from datetime import timedelta
 from math import ceil
-from typing import Any, TextIO
+from typing import Any
 
 MAX_LEVELS = 50
 MAX_DIGITS = 300  # of a whole number; a float holds 308
 HUGE = 1e9  # figures of this size, which no run reaches, are written with a power of ten so that their column is narrow
 MIB = 1024**2
 GIB = 1024**3
-
-SAID = logging.getLogger("memsave_recipes.said")
-"""What a process says on the terminal, at the level INFO; a run keeps it in ``run.log``."""
-SAID.setLevel(logging.INFO)
-SAID.propagate = False
-
-
-def say(text: str, *, kept: str | None = None, file: TextIO | None = None) -> None:
-    """Print ``text`` on stdout, or into ``file``, and keep it, or ``kept`` in its place, for ``run.log``."""
-    print(text, file=file, flush=True)
-    SAID.info(text if kept is None else kept)
 
 
 class Progress:

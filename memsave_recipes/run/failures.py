@@ -1,36 +1,18 @@
-"""Exit codes and last messages of a recipe (``docs/failures.md``), and ``run.log``, which has what it said.
+"""Exit codes and last messages of a recipe: ``docs/failures.md``. Expected failures end in one line or on one page."""
 
-Expected failures end in one line or on one page.
-
-NOTE [ the log of a run ]
-
-1. The main process writes it: what it says by ``text.say``, ``accelerator.print`` and tables, what others log and warn
-   of, and the traceback of an error that nobody expected. Progress bars, and lines that other code prints, are on the
-   terminal alone.
-2. Before the run has its folder, lines are kept in memory. A run that is refused until then leaves no file behind.
-3. Each line is handed to the system as it is said, so that a kill costs none. A run that goes on appends.
-4. An error of the log never ends the run: a line that the disk does not take is not in it.
-"""
-
-import logging
 import os
-import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
-from logging.handlers import MemoryHandler
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.processes import silence_c10
-from memsave_recipes.core.text import SAID, first_line, say
+from memsave_recipes.core.text import first_line
 from memsave_recipes.run.out_of_memory import planned_advice
 from memsave_recipes.run.verification import VerificationFailed
 from memsave_recipes.training.checkpoints import StoppedBySignal
@@ -45,8 +27,6 @@ from memsave_recipes.training.launch.processes import (
 from memsave_recipes.training.optimizers import NotFinite
 from memsave_recipes.training.parsing import wants_traceback
 
-LOG = "run.log"
-_kept: MemoryHandler | None = None
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
 NOT_FINITE = 4
@@ -60,53 +40,6 @@ class RunIsDone(Exception):
     """The run that is to go on is done, under the same flags; all ranks know it."""
 
 
-class _LogFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: rule 4."""
-
-
-def write_log(folder: Path) -> None:
-    """Have the lines of the run that is recorded, if one is, written to ``run.log`` in its folder from now on."""
-    if _kept is None:
-        return
-    with suppress(OSError):
-        file = _LogFile(folder / LOG, encoding="utf-8", errors="backslashreplace")
-        began = datetime.now(UTC).isoformat(" ", "seconds")
-        file.handle(logging.makeLogRecord({"msg": f"# {began} {shlex.join(sys.argv)}"}))
-        _kept.setTarget(file)
-        _kept.flush()
-
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside, the main process keeps what it says, for ``write_log``. Where that is so already, it goes on."""
-    global _kept
-    if _kept is not None or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    _kept, root = MemoryHandler(capacity=1, flushOnClose=False), logging.getLogger()  # it waits for a file alone
-    handlers: list[tuple[logging.Logger, logging.Handler]] = [(SAID, _kept), (root, _kept)]
-    if not root.handlers and logging.lastResort is not None:
-        handlers.append((root, logging.lastResort))  # which shows warnings where there is no handler
-    logging.captureWarnings(True)
-    for logger, handler in handlers:
-        logger.addHandler(handler)
-    try:
-        yield
-    except Exception:
-        SAID.info(traceback.format_exc().rstrip())
-        raise
-    finally:
-        logging.captureWarnings(False)
-        for logger, handler in handlers:
-            logger.removeHandler(handler)
-        with suppress(OSError):
-            if _kept.target is not None:
-                _kept.target.close()
-        _kept = None
-
-
-@recorded()
 def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) -> None:
     """Call ``main()`` and turn its exception into a message on stderr and an exit code. ``--debug`` adds the traceback.
 
@@ -117,7 +50,7 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
         main()
     except RunIsDone as done:
         if _is_rank_0():
-            say(str(done))
+            print(done, flush=True)
     except InputError as error:
         _say_and_exit(f"error: {error.one_line}", USER_INPUT, on_all_ranks=not error.found_by_one_rank)
     except NotFinite as error:
@@ -166,7 +99,7 @@ def _end_without_memory(error: Exception, task: Callable[[], Task] | None) -> No
     if not _is_rank_0():
         time.sleep(REPORT_DELAY_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
     if task is not None:
-        say(what_happened, file=sys.stderr)  # at once: the planner takes a moment
+        print(what_happened, file=sys.stderr, flush=True)  # at once: the planner takes a moment
         _say_and_exit(_advice(task), OUT_OF_MEMORY)
     _say_and_exit(what_happened, OUT_OF_MEMORY)
 
@@ -189,6 +122,6 @@ def _say_and_exit(message: str, code: int, *, on_all_ranks: bool = False) -> NoR
         time.sleep(REPORT_DELAY_S)
         sys.exit(code)
     if wants_traceback(sys.argv[1:]):
-        say(traceback.format_exc(), file=sys.stderr)
-    say(message, file=sys.stderr)
+        traceback.print_exc()
+    print(message, file=sys.stderr, flush=True)
     sys.exit(code)

@@ -28,7 +28,7 @@ from memsave_recipes.core.text import printable
 from memsave_recipes.models.adapters import names_in_random_base
 from memsave_recipes.models.pretrained import BASE, write_base_digest
 from memsave_recipes.models.saved import Layout, layout_of
-from memsave_recipes.run.failures import LOG, RunIsDone, write_log
+from memsave_recipes.run.failures import RunIsDone
 from memsave_recipes.run.memory_watch import RunSettings
 from memsave_recipes.run.report import checked_state
 from memsave_recipes.run.run_plan import RunPlan
@@ -50,7 +50,7 @@ from memsave_recipes.training.launch.start import describe_environment
 from memsave_recipes.training.parsing import flag_values
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
-OURS = (CONFIG, PLAN, METRICS, LOG, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
+OURS = (CONFIG, PLAN, METRICS, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
 FIGURES = "evaluation.json"
 """The figures of the best weights, beside them."""
 LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
@@ -235,7 +235,6 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: R
             delete(folder / RESULTS)
         _write_whole(folder / PLAN, plan + "\n")
         write_json(folder / CONFIG, config)
-    write_log(folder)
     return notices
 
 

@@ -28,11 +28,10 @@ from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.settings import AUTO
-from memsave_recipes.core.text import say
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.hub import check_push, push
 from memsave_recipes.run.building import Built, Prepared
-from memsave_recipes.run.failures import RunIsDone, describe_early_end, recorded
+from memsave_recipes.run.failures import RunIsDone, describe_early_end
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -113,7 +112,6 @@ class Run:
         args = _with_resume(args)
         path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
         with ExitStack() as stack:
-            stack.enter_context(recorded())
             args = _with_shard(args, stack.enter_context(launched_shard()))
             if args.resume:
                 _end_if_done(path, args)
@@ -275,7 +273,7 @@ class Run:
 
 def _upload(folder: Path, args: Any) -> None:
     if args.push_to_hub is not None:
-        say(push(args.push_to_hub, folder / FINAL, private=args.hub_private_repo))
+        print(push(args.push_to_hub, folder / FINAL, private=args.hub_private_repo), flush=True)
 
 
 def _end_if_done(folder: Path, args: Any) -> None:

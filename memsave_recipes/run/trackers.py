@@ -31,7 +31,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_availabl
 from accelerate.utils import patch_environment
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.text import first_line, flat, say
+from memsave_recipes.core.text import first_line, flat
 from memsave_recipes.tools.pages.page import confusion_table
 
 METRICS = "metrics.jsonl"
@@ -265,7 +265,7 @@ def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
                 tracker.log({"result/confusion_matrix": shown}, step=results["steps"])
         with _nonfatal(tracker.name, "finish"):
             if where := FINISHES.get(tracker.name, _finish_plain)(tracker):
-                say(where)
+                print(where, flush=True)
     accelerator.trackers = []
     with _nonfatal("accelerate", "end the training"):
         accelerator.end_training()

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from memsave_recipes.core.errors import InputError, packages_of, require
 from memsave_recipes.core.losses import MULTI, REGRESSION
 from memsave_recipes.core.progress import ProgressBar
-from memsave_recipes.core.text import first_line, printable, read_json, say
+from memsave_recipes.core.text import first_line, printable, read_json
 from memsave_recipes.data.sources import of_left_out
 from memsave_recipes.data.text.chat_template import render_prompt
 from memsave_recipes.data.text.conversations import Conversation, is_conversation, read_conversation
@@ -96,7 +96,7 @@ def _images_of(word: str, flags: PredictArguments) -> Iterator[Path]:
             raise InputError(f"{word} has no images: name a folder of image files")
         others = Counter(path.suffix.lower() for path in files if path.suffix.lower() not in endings)
         for line in of_left_out(len(found), others):
-            say(f"note: {printable(word)}: {line}", file=sys.stderr)
+            print(f"note: {printable(word)}: {line}", file=sys.stderr, flush=True)
     elif os.path.isfile(word):
         found = [Path(word)]
     else:

@@ -88,7 +88,6 @@ def test_what_a_run_leaves_is_whole_or_can_be_written_later(
     assert line.endswith("see to that, then go on with --resume")
     there = {path.name for path in run.iterdir()} - {
         "metrics.jsonl",
-        "run.log",
         "config.json",
         "plan.json",
         "checkpoints",

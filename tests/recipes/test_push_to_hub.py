@@ -57,7 +57,6 @@ def test_an_upload_that_fails_costs_nothing_and_is_repeated(recipe, train, serve
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("warning: --push_to_hub me/model: ")
     assert last.endswith(f"upload it with: hf upload me/model {tmp_path / 'run' / 'final'} --private")
-    assert (tmp_path / "run" / "run.log").read_text().splitlines()[-1] == last
     assert served.commits == []
     served.failures = []
     again = [*SHORT, "--resume", "--report_to", "none", "--output_dir", str(tmp_path / "run")]

@@ -78,7 +78,7 @@ def test_a_run_of_before_goes_on_with_the_decay_that_it_began_with(train, kill_a
     assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 
-def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_after, tmp_path, monkeypatch):
+def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_after, tmp_path, monkeypatch, capsys):
     """By the same command line, which may overwrite an earlier run."""
     flags = [*IMAGES, "--save_every", "3", "--overwrite"]
     with kill_after(2):
@@ -88,7 +88,7 @@ def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_aft
         train(*flags)
     monkeypatch.setenv("MEMSAVE_RESTARTED", "1")
     train(*flags)
-    assert "going on after 6 steps" in (tmp_path / "run" / "run.log").read_text()
+    assert "going on after 6 steps" in capsys.readouterr().out
     assert_the_same_run(tmp_path / "run", straight)
 
 

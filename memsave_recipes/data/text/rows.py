@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.core.errors import InputError, option, require
-from memsave_recipes.core.text import printable_lines, say
+from memsave_recipes.core.text import printable_lines
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.text.chat_template import (
     CHATML_TOKENS,
@@ -106,7 +106,7 @@ class TokenRows:
         numbers = f"{counted.sum():,} of {len(ids):,} tokens"
         shown = f"--show_labels: {numbers} of a training conversation count, as marked:\n{shown}"
         in_brackets, in_green = (shown.replace("\0", one).replace("\1", other) for one, other in MARKS)
-        say(in_green if sys.stdout.isatty() else in_brackets, kept=in_brackets)
+        print(in_green if sys.stdout.isatty() else in_brackets, flush=True)
 
 
 def _shortened(text: str) -> str:

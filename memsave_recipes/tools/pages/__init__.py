@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.core.text import printable, printable_lines, say
+from memsave_recipes.core.text import printable, printable_lines
 
 ANY_COLUMNS = 10_000  # where no terminal says how wide it is: no cell is cut
 HEADINGS = {"generated_text": ("generated text",), "value": ("value",)}
@@ -25,8 +25,7 @@ def show_all(*parts: Table | Text | str) -> None:
     with console.capture() as captured:
         for part in parts:
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    shown = BLANKS.sub("", captured.get().removesuffix("\n"))
-    say(shown, kept=Text.from_ansi(shown).plain)
+    print(BLANKS.sub("", captured.get().removesuffix("\n")), flush=True)
 
 
 def new_table(**options: Any) -> Table:

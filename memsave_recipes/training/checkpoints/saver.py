@@ -26,7 +26,6 @@ from filelock import FileLock, Timeout
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.core.text import say
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.checkpoints.commit import (
@@ -117,7 +116,8 @@ class RunLock:
                 f"{self.path} was deleted while this run held it, and another run has begun in its folder: this one "
                 "ends, nothing more of it is saved"
             ) from refused
-        say(f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it")
+        line = f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it"
+        print(line, flush=True)
 
     def release(self, made: list[Path]) -> None:
         """Give the lock back, and remove the folders that were ``made`` for it, if they are empty."""

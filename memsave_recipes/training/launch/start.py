@@ -68,7 +68,6 @@ from memsave_recipes.core.activations.offload import HOST_MEMORY
 from memsave_recipes.core.activations.streaming import resident_tensors, stream_of
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.sharding import is_sharded
-from memsave_recipes.core.text import SAID
 from memsave_recipes.training.arguments import Dtype
 from memsave_recipes.training.launch.processes import end_with_launcher, launch_arguments
 
@@ -320,11 +319,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run ``loss.backward(**kwargs)``, of the scaled loss under fp16; nothing is divided by accumulation steps."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
-
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print on the first rank, and log it."""
-        super().print(*args, sep=sep, **kwargs)
-        SAID.info(sep.join(map(str, args)))
 
     def end_training(self) -> None:
         """Drain gloo before the process group is destroyed."""
