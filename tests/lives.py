@@ -71,11 +71,16 @@ def environment_of(**variables):
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
-def launch(recipe, config, *flags, folder, precision="no", num_ranks=None, common=None, environment=None):
-    """``accelerate launch`` as people type it, with a process group of its own; ``common`` in place of ``FLAGS``."""
+def launch(recipe, config, *flags, folder, precision="no", of_launch=(), common=None, environment=None):
+    """``accelerate launch`` as people type it, with a process group of its own.
+
+    Args:
+        of_launch: more flags of the launcher.
+        common: in place of ``FLAGS``.
+    """
     command = [Path(sys.executable).with_name("accelerate"), "launch"]
     command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
-    command += ["--num_processes", num_ranks] if num_ranks else []
+    command += of_launch
     common = FLAGS[recipe] if common is None else common
     of_a_run = [] if recipe == "ddp_equals_accumulation" else ["--report_to", "none", "--dataloader_num_workers", "2"]
     words = [*common, *of_a_run, "--output_dir", folder, *flags]

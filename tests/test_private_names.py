@@ -18,7 +18,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
-from torch.distributed.elastic.agent.server import SimpleElasticAgent
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -31,8 +30,6 @@ FILES = sorted([*(ROOT / "memsave_recipes").rglob("*.py"), *(ROOT / "recipes").g
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 IMPORTED = frozenset(
     [
-        "accelerate.commands.launch._validate_launch_command",
-        "accelerate.utils._filter_args",
         "torch.Tensor._make_subclass",
         "torch.Tensor._make_wrapper_subclass",
         "torch._C",
@@ -141,13 +138,10 @@ OF_OBJECTS = {
     "._indices": sparse,
     "._keys_to_ignore_on_save": lambda: PreTrainedModel,
     "._modules": nn.Module,
-    "._monitor_workers": lambda: SimpleElasticAgent,
     "._option_string_actions": argparse.ArgumentParser,
     "._overloadpacket": lambda: torch.ops.aten.mm.default,
     "._parameters": nn.Module,
     "._post_accumulate_grad_hooks": lambda: torch.ones(1, requires_grad=True),
-    "._rendezvous": lambda: SimpleElasticAgent,
-    "._restart_workers": lambda: SimpleElasticAgent,
     "._schema": lambda: torch.ops.aten.mm.default,
     "._spec": lambda: torch.distributed.tensor.DTensor,
     "._step_supports_amp_scaling": fused,

@@ -27,7 +27,6 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
-from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.hub import check_push, push
 from memsave_recipes.run.building import Built, Prepared
@@ -297,9 +296,7 @@ def _with_resume(args: Any) -> Any:
 
 
 def _with_shard(args: Any, launched: str | None) -> Any:
-    """Return the flags with the ``--shard`` of the launch file; the last rank of a launch has whole weights."""
+    """Return the flags with the ``--shard`` of the launch file."""
     if launched is not None and args.shard not in (None, launched):
         raise InputError(f"--shard {args.shard}: the launch file says {launched}: leave one of them out")
-    if is_restarted() and os.environ.get("WORLD_SIZE", "1") == "1":
-        return replace(args, shard=NONE, reduce_gradients=AUTO)  # which are for shards
     return replace(args, shard=args.shard or launched or NONE)

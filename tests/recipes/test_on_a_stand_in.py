@@ -171,7 +171,7 @@ def test_no_optimizer_of_ours_is_waited_for(on_devices, tmp_path):
 def test_a_launch_for_several_devices_runs_on_one(on_devices, tmp_path):
     flags = ["--save_every", "4", "--verify"]
     options = {"folder": tmp_path, "common": flags_of("language_modeling"), "environment": on_devices(1)}
-    code, output = end_of(launch("language_modeling", "multi_gpu", *flags, num_ranks=1, **options))
+    code, output = end_of(launch("language_modeling", "multi_gpu", *flags, of_launch=["--num_processes", 1], **options))
     assert code == 0, output
     assert (tmp_path / "final" / "model.safetensors").exists()
 

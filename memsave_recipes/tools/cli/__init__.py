@@ -1,4 +1,4 @@
-"""The ``memsave`` command: plans and launches runs, compares them and predicts with their models."""
+"""The ``memsave`` command: plans runs, compares them and predicts with their models."""
 
 import argparse
 import os
@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_words(words)
         _check_stdout()
-        if words[:1] == ["results"]:
-            raise InputError(RESULTS_MOVED)
+        if words and words[0] in MOVED:
+            raise InputError(f"memsave {words[0]} is no command: {MOVED[words[0]]}")
         arguments, others = parser.parse_known_args(argv)
         if others and not hasattr(arguments, "flags"):
             parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -60,10 +60,12 @@ def _takes_text() -> bool:
     return True
 
 
-RESULTS_MOVED = (
-    "memsave results is a benchmark now, of a clone of the project: write `python benchmarks/results_table.py` with "
-    "add, check or page"
-)
+MOVED = {
+    "dashboard": "`trackio show` opens the dashboard of runs with --report_to trackio",
+    "launch": "write `accelerate launch`, which restarts lost ranks with --max_restarts N",
+    "results": "in a clone of the project, write `python benchmarks/results_table.py` with add, check or page",
+}
+"""What does the work of commands that are gone."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -74,7 +76,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    words = "Plan runs of the recipes, launch them, compare them, and use their models."
+    words = "Plan runs of the recipes, compare them, and use their models."
     groups = "\n\n".join(map(_describe, COMMANDS))
     parser = _OneLineParser(
         prog="memsave",
@@ -95,29 +97,13 @@ def _describe(title: str) -> str:
     return "\n".join([f"{title}:", *(f"  {name:16}{summary}" for name, _, summary in COMMANDS[title])])
 
 
-def _add_launch(parser: argparse.ArgumentParser) -> None:
-    """Declare no flags: all words go to the parser of ``accelerate launch``."""
-    parser.prefix_chars = ""
-    parser.add_argument("words", nargs=argparse.REMAINDER)
-    parser.set_defaults(command=_launch)
-
-
-def _launch(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.training.launch.elastic import launch
-
-    sys.exit(launch(arguments.words))
-
-
 COMMANDS = {
     "Find what fits, before you launch": (
         ("plan", add_plan, "Find the fastest run of a recipe that fits in memory"),
         ("fit", add_fit, "List the ways to train a model on a card"),
         ("frontier", add_frontier, "Compare memory and throughput of all strategies"),
     ),
-    "Train": (
-        ("launch", _add_launch, "Launch a recipe; restart it when a rank is lost"),
-        ("recipes", add_recipes, "Print the folder of the recipes and presets, or copy them"),
-    ),
+    "Train": (("recipes", add_recipes, "Print the folder of the recipes and presets, or copy them"),),
     "Look at runs": (
         ("compare", add_compare, "Compare memory, throughput, accuracy, loss curves"),
         ("dashboard", add_dashboard, "Open runs in trackio's dashboard, on this machine"),

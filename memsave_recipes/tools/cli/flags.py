@@ -28,7 +28,7 @@ UNITS = {"": GIB, "gib": GIB, "gb": 10**9, "mib": MIB}
 
 def recipes_folder() -> Path:
     """Return the folder of the recipes, next to ``accelerate_configs``; a wheel installs both below ``sys.prefix``."""
-    tree = Path(__file__).parents[2]
+    tree = Path(__file__).parents[3]
     if (tree / "setup.cfg").is_file():
         return tree / "recipes"
     return Path(sysconfig.get_path("data")) / "share" / "memsave_recipes" / "recipes"

@@ -6,8 +6,7 @@ group, for the ranks that wait for it in a collective.
 
 NOTE [ forced end ]
 1. Python runs no handler while the main thread waits in a collective. So another thread ends the process, woken by a
-   socket to which the interpreter writes the number of each signal at once (``signal.set_wakeup_fd``). A pipe would not
-   do on Windows, where ``select`` takes sockets alone.
+   socket to which the interpreter writes the number of each signal at once (``signal.set_wakeup_fd``).
 2. The first signal asks. After it a Ctrl-C ends the process at once, and so does a second SIGTERM. A first SIGTERM does
    not: schedulers send it some time after a SIGUSR1, and the process may be saving.
 3. A second signal within a second is the same keystroke, or the same SIGTERM, which a launcher has passed on.
@@ -56,10 +55,8 @@ REMOVED = 0
 MAX_NUMBERS = 512  # that are read at once
 
 TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
-LAUNCHERS = {"accelerate", "accelerate.commands.accelerate_cli", "memsave", "memsave_recipes.tools.cli"}
-"""Programs that launch by their command ``launch``."""
-RESTARTED = "MEMSAVE_RESTARTED"
-"""In the environment of ranks that come after others of the same launch."""
+ACCELERATE = {"accelerate", "accelerate.commands.accelerate_cli"}
+"""It launches by its command ``launch``."""
 
 MAX_DEFAULT_WORKERS = 4
 BUSY = 1.5  # processes that want a core, above which another run would measure other seconds
@@ -197,24 +194,24 @@ def _takes_orphans(process: psutil.Process) -> bool:
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Return whether a command line is that of ``accelerate launch``, ``memsave launch`` or torchrun."""
+    """Return whether a command line is that of ``accelerate launch`` or torchrun."""
     return launch_arguments(command) is not None or any(TORCHRUN & {word, Path(word).stem} for word in command)
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:
-    """Return the arguments after ``accelerate launch`` or ``memsave launch`` in a command line; ``None`` without."""
+    """Return the arguments after ``accelerate launch`` in a command line; ``None`` without."""
     for position, word in enumerate(command):
         names, rest = {word, Path(word).stem}, command[position + 1 :]
         if names & {"accelerate-launch", "accelerate.commands.launch"}:
             return rest
-        if names & LAUNCHERS and rest[:1] == ["launch"]:
+        if names & ACCELERATE and rest[:1] == ["launch"]:
             return rest[1:]
     return None
 
 
 def is_restarted() -> bool:
-    """Return whether the launcher has started ranks of this launch before."""
-    return RESTARTED in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """Return whether torchrun, which is also the engine of ``accelerate launch``, has started these ranks before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def num_workers(asked: int | None, accelerator: Accelerator) -> int:
@@ -237,7 +234,7 @@ def _num_cores() -> int:
 
 def describe_busy_host() -> str | None:
     """Return a line where so many processes want the cores that seconds which are measured here are rough."""
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0, _num_cores()
+    load, cores = os.getloadavg()[0], _num_cores()
     if load <= BUSY * cores:
         return None
     return f"note: this machine is busy (load {load:.1f} on {cores} cores): measured seconds, and choices by them, vary"
@@ -253,8 +250,7 @@ def end_workers_at_exit() -> None:
 
 
 def _kill_workers() -> None:
-    if sys.platform != "win32":
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
     for process in multiprocessing.active_children():
         if process.daemon:  # those that multiprocessing would ask to end
             process.kill()
@@ -275,8 +271,8 @@ def lost_worker(error: Exception) -> LostWorker | None:
         return None
     worker, by = f"data worker {death['pid']}", death.groupdict().get("signal")
     for name, reason in KILLED_WITHOUT_MEMORY.items():
-        number = getattr(signal, name, None)  # not on Windows
-        if number is not None and by == signal.strsignal(number):
+        number = signal.Signals[name]
+        if by == signal.strsignal(number):
             why = f"was killed by signal {number:d}, most likely because {reason} fewer --dataloader_num_workers"
             return LostWorker(f"{worker} {why}", had_no_memory=True)
     why = f"was killed ({by})" if by else "ended unexpectedly"

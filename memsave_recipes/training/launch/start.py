@@ -19,6 +19,8 @@ NOTE [ silent launches ], as of Accelerate 1.15
    (``memsave_recipes/core/sharding/groups.py``).
 6. ``dynamo_backend`` of the user's own config file, which ``accelerate config`` has written, compiles the whole model:
    other bits than those of a plan, and other memory than the planner has measured.
+7. With ``--max_restarts`` torchrun (2.13) keeps one store for all starts. Restarted ranks that read an address of lost
+   ones there, before it is overwritten, wait for them until the time limit: seen in one of three restarts on a CPU.
 
 psutil reads the command line because the standard library cannot, on any system; Accelerate itself depends on it.
 Limit: only the parent process is looked at. A launch by other means (torchrun, mpirun, a shell script under
@@ -33,7 +35,7 @@ import subprocess
 import sys
 import time
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -60,6 +62,8 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined, unused-ignore]  # it does not name them
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils.logging import disable_progress_bar
 
@@ -69,10 +73,11 @@ from memsave_recipes.core.activations.streaming import resident_tensors, stream_
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.sharding import is_sharded
 from memsave_recipes.training.arguments import Dtype
-from memsave_recipes.training.launch.processes import end_with_launcher, launch_arguments
+from memsave_recipes.training.launch.processes import end_with_launcher, is_restarted, launch_arguments
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
+RESTARTED = "memsave-restarted"
 SHARDING = {name: f"ACCELERATE_USE_{name.upper()}" for name in ("FSDP", "DeepSpeed", "Megatron_LM")}
 
 
@@ -122,18 +127,6 @@ def chosen_dtype(asked: Dtype) -> Dtype:
     return dtype
 
 
-def launch_parser() -> ArgumentParser:
-    """The parser of ``accelerate launch``, with the flag that only ``memsave launch`` has."""
-    parser: ArgumentParser = launch_command_parser()
-    several = parser.add_argument_group("Resource Selection Arguments", "Of memsave launch alone.")
-    several.add_argument(
-        "--nnodes",
-        metavar="MIN:MAX",
-        help="machines, or a range within which they may come and go; --num_processes is that of MAX machines",
-    )
-    return parser
-
-
 def read_launch_request() -> LaunchRequest:
     """Read the request from the parent process; empty where that is no launcher of ours or cannot be read."""
     try:
@@ -147,18 +140,11 @@ def read_launch_request() -> LaunchRequest:
 def parse_launch_request(arguments: list[str], directory: str) -> LaunchRequest:
     """Parse the arguments of ``accelerate launch`` as it does: flags first, then the config file they name.
 
-    A range of machines asks for no number of processes.
-
     Args:
-        arguments: those after ``accelerate launch`` or ``memsave launch``.
+        arguments: those after ``accelerate launch``.
         directory: where it was started; a relative ``--config_file`` counts from there.
     """
-    flags = launch_parser().parse_args(arguments)
-    request = _request_of(flags, directory)
-    return request if flags.nnodes is None else LaunchRequest(use_cpu=request.use_cpu)
-
-
-def _request_of(flags: Namespace, directory: str) -> LaunchRequest:
+    flags: Namespace = launch_command_parser().parse_args(arguments)
     if flags.config_file is not None:
         config_file = str(Path(directory, flags.config_file))
     elif os.path.isfile(default_config_file) and not flags.cpu:
@@ -220,8 +206,6 @@ def _check_enough_devices(started: int, started_here: int) -> None:
             f"{started_here} processes were started on this machine, which has {devices} accelerator(s): launch with "
             f"`--num_processes {fitting}`, or take the CPU with accelerate_configs/cpu_ddp.yaml"
         )
-    if started > 1 and sys.platform == "win32":
-        raise InputError("several GPUs need NCCL, which is not there on Windows: launch with `--num_processes 1`")
 
 
 def _check_kind_of_device() -> None:
@@ -245,8 +229,19 @@ def _handlers(timeout: timedelta) -> list[KwargsHandler]:
     return [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         AutocastKwargs(cache_enabled=False),
-        InitProcessGroupKwargs(timeout=timeout),
+        InitProcessGroupKwargs(timeout=timeout, init_method=f"{RESTARTED}://" if is_restarted() else None),
     ]
+
+
+def _meet_again(_: str, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+    """Give restarted ranks of one machine keys of their own in the store of the launcher: rule 7."""
+    for store, rank, num_ranks in rendezvous("env://", **kwargs):
+        is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"  # other machines may count other restarts
+        own = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store) if is_alone else store
+        yield own, rank, num_ranks
+
+
+register_rendezvous_handler(RESTARTED, _meet_again)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
@@ -262,8 +257,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU, or torch is too old for an Apple GPU, or several GPUs are asked
-            for on Windows, or the weights are to be cut up, or the model is to be compiled.
+            precision does not work on the CPU, or torch is too old for an Apple GPU, or the weights are to be cut up,
+            or the model is to be compiled.
     """
 
     def __init__(self, *, collective_timeout_s: float = 30 * 60.0, **kwargs: Any) -> None:

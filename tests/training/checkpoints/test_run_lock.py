@@ -7,7 +7,6 @@ import pytest
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.training.checkpoints import RunLock, saver
-from memsave_recipes.training.launch.processes import RESTARTED
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_run_whose_folder_another_has_taken_ends(held):
 
 
 def test_ranks_that_take_the_place_of_lost_ones_wait_for_these_to_end(tmp_path, monkeypatch):
-    monkeypatch.setenv(RESTARTED, "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     lock = RunLock(tmp_path)
     lost = lock.path.open("w")
     fcntl.flock(lost, fcntl.LOCK_EX)

@@ -103,7 +103,6 @@ def on_two_ranks(*launcher):
 
 
 ACCELERATE = on_two_ranks("accelerate.commands.launch")
-MEMSAVE = on_two_ranks("memsave_recipes.tools.cli", "launch")
 ONE_PROCESS = ("accelerate.commands.launch", "--cpu")
 
 
@@ -117,7 +116,6 @@ ONE_PROCESS = ("accelerate.commands.launch", "--cpu")
         pytest.param(torchrun(2), ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards"),
         pytest.param(torchrun(2), ["full", "beside"], signal.SIGKILL, marks=pytest.mark.slow, id="shards beside"),
         pytest.param(torchrun(4), ["2"], signal.SIGKILL, marks=pytest.mark.slow, id="shards that are replicated"),
-        pytest.param(MEMSAVE, ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards, memsave launch"),
         pytest.param(ACCELERATE, ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards, accelerate launch"),
     ],
 )
@@ -131,19 +129,3 @@ def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, shards, numb
     assert "frame #" not in errors  # of torch's C++ code, where the store is lost
     assert "Traceback" not in errors
     assert 2 <= find_newest(tmp_path / "checkpoints").step < NUM_STEPS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [[0], [1], [0, 1]])
-def test_ranks_in_shards_that_are_stopped_end_with_their_launcher(tmp_path, stopped):
-    process = launch(tmp_path, "-m", *MEMSAVE, shards=["full"])
-    ranks = psutil.Process(process.pid).children()
-    for one in stopped:
-        ranks[one].send_signal(signal.SIGSTOP)
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-        process.send_signal(number)
-        time.sleep(1)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    assert "Traceback" not in errors

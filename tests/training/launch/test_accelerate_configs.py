@@ -3,7 +3,9 @@
 import argparse
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,6 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
-
-from memsave_recipes.training.launch.start import launch_parser
 
 FOLDER = Path(__file__).parents[3] / "accelerate_configs"
 SLURM = FOLDER / "slurm.sbatch"
@@ -99,11 +99,12 @@ def test_header_says_how_to_launch_and_what_to_change(path: Path) -> None:
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
-    """A folder of programs in place of SLURM's, and of ``memsave``, which notes its words and ends with CODE."""
+    """A folder of programs in place of SLURM's, and of the launcher, which ends with CODE, or else by SIGUSR1."""
+    wait = f"touch {tmp_path}/begun; for _ in $(seq 100); do sleep 0.1; done"
     programs = {
         "scontrol": f'if [ "$1" = show ]; then printf "one\\ntwo\\n"; else echo "$@" >> {tmp_path}/asked; fi',
-        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-        "memsave": f'printf "%s\\n" "$@" > {tmp_path}/words; exit $CODE',
+        "srun": 'exec "$@"',
+        "accelerate": f'printf "%s\\n" "$@" > {tmp_path}/words; [ "$CODE" ] && exit $CODE; trap "exit 1" USR1; {wait}',
     }
     for name, script in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -111,18 +112,24 @@ def stand_ins(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("code", [0, 2, 6, 143])
-def test_the_script_for_slurm_launches_and_asks_for_its_place_in_the_queue(stand_ins: Path, code: int) -> None:
-    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "CODE": str(code), "SCRATCH": "/scratch"}
+@pytest.mark.parametrize("code", ["", "0", "1"])
+def test_the_script_for_slurm_launches_and_asks_for_its_place_in_the_queue(stand_ins: Path, code: str) -> None:
+    """Where the time is over; not where the run is done or has failed."""
+    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "CODE": code, "SCRATCH": "/scratch"}
     environment |= {"SLURM_JOB_ID": "70001", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "[one-two]"}
-    done = subprocess.run(["bash", SLURM], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (code, "")
+    with subprocess.Popen(["bash", SLURM], env=environment, stderr=subprocess.PIPE, text=True) as job:
+        while not code and not (stand_ins / "begun").exists():
+            time.sleep(0.02)
+        if not code:
+            job.send_signal(signal.SIGUSR1)
+        assert job.communicate(timeout=30)[1] == ""
+    assert not code or job.returncode == int(code)
     asked = stand_ins / "asked"
-    assert (asked.read_text() if asked.exists() else "") == ("requeue 70001\n" if code == 143 else "")
+    assert (asked.read_text() if asked.exists() else "") == ("" if code else "requeue 70001\n")
     command, *words = (stand_ins / "words").read_text().splitlines()
-    flags = launch_parser().parse_args(words)
-    assert (command, flags.nnodes, flags.num_processes, flags.max_restarts) == ("launch", "1:2", 16, 3)
-    assert (flags.main_process_ip, flags.main_process_port) == ("one", 30001)
+    flags = launch_command_parser().parse_args(words)
+    assert (command, flags.num_machines, flags.num_processes, flags.max_restarts) == ("launch", 2, 16, 3)
+    assert (flags.rdzv_backend, flags.main_process_ip, flags.main_process_port) == ("c10d", "one", 30001)
     assert (FOLDER.parent / flags.config_file).is_file()
     assert (FOLDER.parent / flags.training_script).is_file()
     assert flags.training_script_args[-3:] == ["--output_dir", "/scratch/my-run", "--resume"]
@@ -130,4 +137,4 @@ def test_the_script_for_slurm_launches_and_asks_for_its_place_in_the_queue(stand
 
 def test_the_script_for_slurm_has_all_that_a_requeued_job_needs() -> None:
     asked = set(re.findall(r"^#SBATCH (--[a-z-]+)", SLURM.read_text(), re.M))
-    assert asked >= {"--signal", "--requeue", "--no-kill", "--open-mode"}
+    assert asked >= {"--signal", "--requeue", "--open-mode"}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from memsave_recipes.core import processes as core_processes
 from memsave_recipes.core.processes import END_OF_LAUNCHER, signal_at_end_of_parent
 from memsave_recipes.training.launch import processes
 from memsave_recipes.training.launch.processes import is_launcher
@@ -89,7 +90,7 @@ def test_a_run_outlives_whatever_else_started_it(child_of):
 def test_a_parent_that_has_ended_already_is_noticed(monkeypatch):
     sent = []
     monkeypatch.setattr(processes.os, "kill", lambda pid, number: sent.append(number))
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *words: 0))
+    monkeypatch.setattr(core_processes.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *words: 0))
     signal_at_end_of_parent(END_OF_LAUNCHER, processes.os.getppid())
     assert sent == []
     signal_at_end_of_parent(END_OF_LAUNCHER, 2**22)
@@ -102,7 +103,6 @@ def test_a_parent_that_has_ended_already_is_noticed(monkeypatch):
         (["python", "/venv/bin/torchrun", "recipe.py"], True),
         (["python", "-m", "torch.distributed.run", "recipe.py"], True),
         (["python", "/venv/bin/accelerate", "launch", "recipe.py"], True),
-        (["python", "/venv/bin/memsave", "launch", "recipe.py"], True),
         (["python", "/venv/bin/memsave", "plan", "recipe.py"], False),
         (["bash", "-c", "torchrun recipe.py"], False),
         (["slurmstepd: [7.0]"], False),
