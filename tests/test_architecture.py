@@ -112,7 +112,7 @@ def test_seven_rooms_are_all_that_there_is():
 
 
 def test_tests_are_in_the_rooms_of_what_they_test():
-    beside = {"recipes", "benchmarks", "peer_suites", "standin", "triton_kernels", "windows", "zoo"}
+    beside = {"recipes", "benchmarks", "peer_suites", "standin", "triton_kernels", "zoo"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("*.py"))}
     assert folders - beside == set(ROOMS)
 

@@ -1,11 +1,7 @@
-"""docs/platforms.md on Apple's GPUs and Windows: what shows on Linux, with a stand-in for the one and for the other."""
+"""docs/platforms.md on Apple's GPUs: what shows on Linux, with a stand-in for them."""
 
-import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,16 +22,10 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import FRAGMENTATION, plans_to_measure
 from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.run.run_plan import budget_of
-from memsave_recipes.tools import inference
-from memsave_recipes.training.launch import elastic
 from memsave_recipes.training.launch.start import synchronize_batchnorm
 
 ROOT = Path(__file__).parents[1]
 MPS = torch.device("mps")
-WINDOWS = SimpleNamespace(platform="win32")
-
-
-# ---- Apple's GPUs -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(900)
@@ -109,44 +99,3 @@ def test_seconds_of_an_apple_gpu_are_the_hosts_after_a_wait(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     assert len(DeviceInstruments(MPS).read_clock(lambda meter: [meter.mark() for _ in range(3)])) == 2
     assert waited == [MPS] * 3
-
-
-# ---- Windows ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(900)
-def test_windows_sees_nothing_of_linux_alone(tmp_path):
-    """All modules, the help, a plan, a training that a signal stops and that goes on."""
-    tests = ROOT / "tests" / "windows"
-    path = {"PYTHONPATH": os.pathsep.join(map(str, (tests, ROOT))), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, tests / "first_steps.py", tmp_path / "run"],
-        env={**os.environ, **path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["memory"]["host_peak_rss_gib"] > 0
-
-
-def test_its_torch_has_no_libuv(monkeypatch):
-    monkeypatch.setattr(elastic, "sys", WINDOWS)
-    monkeypatch.setattr(elastic, "prepare_multi_gpu_env", lambda args: {})
-    assert elastic._environment(None, elastic.LOOPBACK)["USE_LIBUV"] == "0"
-    assert not elastic._OneMachine().next_rendezvous().store.libuvBackend
-    monkeypatch.undo()
-    monkeypatch.setattr(elastic, "prepare_multi_gpu_env", lambda args: {})
-    assert "USE_LIBUV" not in elastic._environment(None, elastic.LOOPBACK)
-    assert elastic._OneMachine().next_rendezvous().store.libuvBackend
-
-
-def test_no_clock_ends_a_template_there(monkeypatch):
-    with pytest.raises(TimeoutError), inference._time_limit(0.01, "a loop"):
-        time.sleep(5)
-    monkeypatch.setattr(inference, "sys", WINDOWS)
-    handler = signal.getsignal(signal.SIGALRM)
-    with inference._time_limit(0.01, "a loop"):
-        assert signal.getsignal(signal.SIGALRM) == handler
-        time.sleep(0.02)

@@ -11,9 +11,9 @@ from threading import Lock
 
 import torch
 
-END_OF_LAUNCHER = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has none
+END_OF_LAUNCHER = signal.SIGUSR1
 """It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
-STOPPING = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, END_OF_LAUNCHER)))
+STOPPING = (signal.SIGINT, signal.SIGTERM, END_OF_LAUNCHER)
 """The signals that ask a run to stop: of a keyboard, of a launcher or scheduler, of SLURM before its limit."""
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 C10_ERROR = 2
@@ -71,4 +71,4 @@ def serve_parent_only(worker_id: int = 0) -> None:
     signal.set_wakeup_fd(-1)  # a fork has the parent's
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        signal_at_end_of_parent(getattr(signal, "SIGKILL", signal.SIGTERM), parent.pid)  # Windows kills with that
+        signal_at_end_of_parent(signal.SIGKILL, parent.pid)

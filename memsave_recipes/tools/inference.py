@@ -282,8 +282,8 @@ def _as_chat(value: str | Conversation) -> Conversation:
 
 @contextmanager
 def _time_limit(seconds: float, what: str) -> Iterator[None]:
-    """End what is inside after so long with a TimeoutError; only the main thread can be, and none on Windows."""
-    if current_thread() is not main_thread() or sys.platform == "win32":
+    """End what is inside after so long with a TimeoutError; only the main thread can be."""
+    if current_thread() is not main_thread():
         yield
         return
 

@@ -7,6 +7,7 @@ runs). So its exact peaks are read from recorded steps, in ``trace_events.py`` a
 import errno
 import gc
 import os
+import resource
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -57,10 +58,6 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Return the most that the resident set of this process has ever been."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
 

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -275,11 +274,8 @@ def verify_manifest(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk holds ``path``, a file's content or a folder's names; Windows does so for files alone."""
-    on_windows = sys.platform == "win32"
-    if on_windows and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if on_windows else os.O_RDONLY)
+    """Wait until the disk holds ``path``, a file's content or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

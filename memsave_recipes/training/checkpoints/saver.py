@@ -122,7 +122,7 @@ class RunLock:
     def release(self, made: list[Path]) -> None:
         """Give the lock back, and remove the folders that were ``made`` for it, if they are empty."""
         if self._lock.is_locked and self._is_whole():
-            with suppress(OSError):  # it holds a run; or it is Windows, which deletes no file that is open
+            with suppress(OSError):  # it holds a run
                 self.path.unlink()  # before others can have it; who opened it earlier is refused, or opens it again
                 for folder in made:
                     folder.rmdir()
