@@ -37,7 +37,7 @@ demo: install  ## train a network on the CPU without checkpointing and in half t
 	$(RECIPE) --activation_checkpointing none --output_dir out/demo/baseline
 	$(RECIPE) --activation_checkpointing budget --memory_budget_gib 0.025 --output_dir out/demo/budget
 	$(BIN)/memsave compare out/demo --html out/demo/compare.html
-	@echo "The curves, side by side:  $(BIN)/memsave dashboard out/demo"
+	@echo "The curves, side by side:  out/demo/compare.html"
 	@echo "Your images on your GPU:   README.md, 'Train'"
 
 check: lint types test  ## what has to hold before a commit

@@ -42,7 +42,7 @@ NOT_RUN = {
     r"--push_to_hub|bert_glue|llama_8b|chat_lora|meta-llama": "names a model or data of the Hub",
     r"\$SCRATCH|SLURM|^wait": "SLURM",
     r"multi_node|--nnodes": "several machines",
-    r"^(LAUNCH=\S+ )?wandb |dashboard": "a server: recipes/../run/test_sweep.py, compare/test_dashboards.py",
+    r"^(LAUNCH=\S+ )?wandb |^trackio show": "a server: recipes/../run/test_sweep.py",
     r"^python benchmarks": "a benchmark, or writes into docs/",
     r"out/lora/final": "of a run that the page has not made",
 }

@@ -98,7 +98,7 @@ class History:
 class Run:
     """A finished run. ``name`` is its ``--run_name``, else that of its folder.
 
-    ``path`` is unique: its folder, or ``entity/project/id`` of a run on W&B.
+    ``path`` is its folder.
     """
 
     name: str
@@ -121,15 +121,6 @@ class Run:
         """Return a text of the results, as ``text("plan")``; ``None`` where it is absent."""
         value = _at(self.results, keys)
         return value if isinstance(value, str) else None
-
-    @property
-    def confusion(self) -> dict[str, list[int]]:
-        """How many samples of each class were taken for each, in the order of the classes; empty where unknown."""
-        classes, rows = self.results.get("classes"), self.results.get("confusion_matrix")
-        if not isinstance(classes, dict) or not isinstance(rows, list) or len(rows) != len(classes):
-            return {}
-        matrix = dict(zip(classes, rows, strict=True))
-        return matrix if all(_are_counts(row, len(rows)) for row in rows) else {}
 
 
 def read_run(folder: Path | str) -> Run:
@@ -157,24 +148,16 @@ def read_run(folder: Path | str) -> Run:
 
 
 def find_runs(path: Path | str) -> list[Path]:
-    """Find the runs at or below ``path``, finished or not, sorted: their folders, and W&B logs (``*.wandb``).
-
-    A W&B log inside a run's folder is that run again, so it is left out.
+    """Find the folders of the runs at or below ``path``, finished or not, sorted.
 
     Raises:
         InputError: there is no such path, or no run in it.
     """
     path = Path(path)
-    if os.path.isfile(path) and path.suffix == ".wandb":
-        return [path]
     if not os.path.isdir(path):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"{path} is not a folder: name one that holds runs")
-    found = []
-    for folder, subfolders, files in os.walk(path):
-        if "results.json" in files or "metrics.jsonl" in files:
-            found.append(Path(folder))
-            subfolders[:] = [name for name in subfolders if name != "wandb"]
-        found += [Path(folder, name) for name in files if name.endswith(".wandb")]
+    walked = os.walk(path)
+    found = [Path(folder) for folder, _, files in walked if "results.json" in files or "metrics.jsonl" in files]
     if not found:
         raise InputError(f"{path} holds no run: name an --output_dir, or a folder of them")
     return sorted(found)
@@ -189,12 +172,6 @@ def step_of(row: dict[str, Any]) -> int | None:
     """Return the step of a logged row; ``None`` where it is not a valid step number."""
     step = row.get("step")
     return step if _is_number(step) and isinstance(step, int) and abs(step) <= LAST_STEP else None
-
-
-def history_row(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of ``row``, NaN and infinities included."""
-    numbers = ((printable(key), _number(value)) for key, value in row.items())
-    return {key: number for key, number in numbers if number is not None}
 
 
 @dataclass(frozen=True)
@@ -228,10 +205,6 @@ def _number(value: Any) -> float | None:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_counts(row: Any, length: int) -> bool:
-    return isinstance(row, list) and len(row) == length and all(type(one) is int and one >= 0 for one in row)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from memsave_recipes.core.errors import InputError, check_words
 from memsave_recipes.tools.cli.flags import add_fit, add_frontier, add_plan, add_recipes
-from memsave_recipes.tools.cli.runs import add_compare, add_dashboard, add_predict, add_workspace
+from memsave_recipes.tools.cli.runs import add_compare, add_predict, add_workspace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +106,6 @@ COMMANDS = {
     "Train": (("recipes", add_recipes, "Print the folder of the recipes and presets, or copy them"),),
     "Look at runs": (
         ("compare", add_compare, "Compare memory, throughput, accuracy, loss curves"),
-        ("dashboard", add_dashboard, "Open runs in trackio's dashboard, on this machine"),
         ("wandb-workspace", add_workspace, "Save a view that compares the runs of a W&B project"),
     ),
     "Use a trained model": (("predict", add_predict, "Classify images and texts, or continue prompts"),),

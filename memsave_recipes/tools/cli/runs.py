@@ -1,4 +1,4 @@
-"""The commands on finished runs: ``memsave compare``, ``dashboard``, ``wandb-workspace`` and ``predict``.
+"""The commands on finished runs: ``memsave compare``, ``wandb-workspace`` and ``predict``.
 
 Commands import their dependencies when they run, so that comparing run folders starts in a tenth of a second.
 """
@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +20,9 @@ T = TypeVar("T")
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    add_folders(parser)
-    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="W&B project whose runs are compared, too")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="run folder (--output_dir), or a folder of them"
+    )
     parser.add_argument(
         "--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none, the largest micro-batch"
     )
@@ -35,35 +35,16 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_compare)
 
 
-def add_dashboard(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
-    add_folders(parser)
-    parser.add_argument("--port", type=int, help="port of the server; default: the first free one from 7860")
-    parser.add_argument("--no-browser", action="store_true", help="print the address only")
-    parser.set_defaults(command=_dashboard)
-
-
 def add_workspace(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("project", metavar="ENTITY/PROJECT")
     parser.set_defaults(command=_workspace)
 
 
-def add_folders(parser: argparse.ArgumentParser) -> None:
-    """Declare the folders of runs."""
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        metavar="DIR",
-        help="run folder (--output_dir), W&B offline run, or a folder of them",
-    )
-
-
 def _compare(arguments: argparse.Namespace) -> None:
     from memsave_recipes.tools.pages.comparison import show, to_csv, to_markdown
 
-    runs = read_all(arguments.folders, arguments.wandb)
+    runs = read_all(arguments.folders)
     table = compare(runs, _baseline(arguments.baseline, runs))
     if arguments.markdown != STDOUT:
         show(table)
@@ -81,74 +62,38 @@ def _compare(arguments: argparse.Namespace) -> None:
             write_png(table, arguments.png)
 
 
-def _dashboard(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.tools.dashboards import imported, serve
-
-    options = {"port": arguments.port, "open_browser": not arguments.no_browser}
-    folders = arguments.folders
-    if not folders:
-        serve(**options)
-    elif len(folders) == 1 and any(folders[0].glob("*.db")):
-        serve(folders[0], **options)
-    else:
-        with imported(compare(read_all(folders))) as store:
-            serve(store, **options)
-
-
 def _workspace(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.tools.dashboards import save_workspace
+    from memsave_recipes.tools.wandb_workspace import save_workspace
 
     print(f"saved: {save_workspace(arguments.project)}")
 
 
-def read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
-    """Read every run at or below the folders and of the W&B project, once; name those that cannot be read.
+def read_all(folders: Sequence[Path]) -> list[Run]:
+    """Read every run at or below the folders, once; name those that cannot be read.
 
     Raises:
         InputError: no run is left.
     """
-    if not folders and not project:
-        raise InputError("name the folders of runs, or a W&B project with --wandb")
     found, problems = _attempt_all(find_runs, folders)
-    paths = list(dict.fromkeys(path.resolve() for paths in found for path in paths))
-    # The W&B log inside a run's folder is that run again.
-    paths = [path for path in paths if path.suffix != ".wandb" or not set(path.parents) & set(paths)]
-    runs, unreadable = _attempt_all(_read, paths)
-    problems += unreadable
-    if project:
-        from memsave_recipes.tools.dashboards import read_online_runs
-
-        online, unfinished = read_online_runs(project)
-        runs, problems = runs + online, problems + unfinished
-    problems = list(dict.fromkeys(problems))
+    paths = dict.fromkeys(path.resolve() for paths in found for path in paths)
+    runs, unreadable = _attempt_all(read_run, list(paths))
+    problems = list(dict.fromkeys(problems + unreadable))
     if not runs:
-        raise InputError("; ".join(problems) or f"--wandb {project} has no run")
+        raise InputError("; ".join(problems))
     for problem in problems:
         print(f"skipped: {problem}", file=sys.stderr)
     return runs
 
 
-def _read(path: Path) -> Run:
-    if path.suffix != ".wandb":
-        return read_run(path)
-    from memsave_recipes.tools.dashboards import read_offline_run
-
-    return read_offline_run(path)
-
-
 def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list[T], list[str]]:
-    """Return the results of ``read``, and a line for each path that it refuses; in threads, since wandb is slow."""
-
-    def attempt(path: Path) -> T | InputError:
+    """Return the results of ``read``, and a line for each path that it refuses."""
+    results, problems = [], []
+    for path in paths:
         try:
-            return read(path)
+            results.append(read(path))
         except InputError as error:
-            return error
-
-    with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(attempt, paths))
-    problems = [outcome.one_line for outcome in outcomes if isinstance(outcome, InputError)]
-    return [outcome for outcome in outcomes if not isinstance(outcome, InputError)], problems
+            problems.append(error.one_line)
+    return results, problems
 
 
 def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
@@ -163,7 +108,7 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
     found = find_runs(named)
     if len(found) > 1:
         raise InputError(f"--baseline {named} holds {len(found)} runs: name one of them")
-    return _read(found[0])
+    return read_run(found[0])
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

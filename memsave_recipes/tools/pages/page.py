@@ -73,7 +73,6 @@ class Section:
         command: a command line above it.
         parts: the kinds of memory of its bars.
         charts: SVG, as ``plot.to_svg`` returns it.
-        confusions: ``Run.confusion`` by the positions of the rows that have one.
         differences: of configurations, by the positions of the rows.
     """
 
@@ -84,7 +83,6 @@ class Section:
     command: str = ""
     parts: Sequence[str] = ()
     charts: Sequence[str] = ()
-    confusions: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     differences: Sequence[RunDifference] = ()
 
 
@@ -101,7 +99,7 @@ def render_page(
 
 
 def confusion_table(confusion: Mapping[str, Sequence[int]]) -> str:
-    """Return ``Run.confusion`` as a table of HTML: the more of a class, the more color; other colors for mistakes."""
+    """Return the samples of each class by prediction as HTML; deeper colors for more, other ones for mistakes."""
     return str(_template().module.confusion_table(confusion))  # type: ignore[attr-defined]  # a macro
 
 
@@ -162,7 +160,6 @@ def _section(rows: Sequence[ComparisonRow]) -> Section:
             for number, row in enumerate(rows, start=1)
         ],
         charts=svg_charts(rows),
-        confusions={place: confusion for place, row in enumerate(rows) if (confusion := row.run.confusion)},
         differences=config_differences([row.run for row in rows]),
     )
 

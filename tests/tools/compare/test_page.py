@@ -85,40 +85,6 @@ def test_a_page_is_the_same_each_time_and_its_ink_is_that_of_the_text(runs: list
     assert "#000000" not in charts
 
 
-CLASSES = {"cat": {"recall": 0.75}, "<dog>": {"recall": 0.5}, "eel": {"recall": 0}}
-
-
-def test_confusion_matrices_are_drawn(make_run: Make, tmp_path: Path, browse: Callable[[str], Any]) -> None:
-    drawn = {"classes": CLASSES, "confusion_matrix": [[3, 1, 0], [2, 2, 0], [0, 0, 0]]}
-    seen = opened(to_html(compare([make_run("without"), make_run("with", **drawn)])), tmp_path, browse)
-    (figure,) = re.findall('<figure class="card"><b.*?</figure>', seen.html, flags=re.DOTALL)
-    rows = [re.findall("<t[hd].*?</t[hd]>", row) for row in re.findall("<tr>.*?</tr>", figure, flags=re.DOTALL)]
-    assert [[text_of(cell).strip() for cell in row] for row in rows] == [
-        ["", "cat", "&lt;dog&gt;", "eel"],
-        ["cat", "3", "1", ""],
-        ["&lt;dog&gt;", "2", "2", ""],
-        ["eel", "", "", ""],
-    ]
-    assert text_of(figure.partition("<table")[0]).split() == ["2", "with"]
-    right, wrong = (re.search(r"rgb\((.*?) / (.*?)\)", cell) for cell in rows[1][1:3])
-    assert right
-    assert wrong
-    assert right[1] != wrong[1]
-    assert [float(one[2]) for one in (right, wrong)] == pytest.approx([0.6 * (3 / 4) ** 0.5, 0.6 / 2], abs=0.005)
-    assert 'title="1 of 4"' in rows[1][2]
-    assert seen.console == []
-
-
-@pytest.mark.parametrize(
-    "matrix",
-    [[[1, 2, 3]], [[1, 2], [1, 2], [1, 2]], [[1, 2, 3]] * 2 + [[1, 2, -3]], [[1, 2, 3]] * 2 + [[1, 2, "3"]], {}, "abc"],
-)
-def test_what_is_no_confusion_matrix_is_left_out(make_run: Make, matrix: Any) -> None:
-    run = make_run("foreign", classes=CLASSES, confusion_matrix=matrix)
-    assert run.confusion == {}
-    assert "Confusion" not in to_html(compare([run]))
-
-
 def test_keys_alone_sort_and_fold(runs: list[Run], tmp_path: Path, keyboard: Callable[[str], Any]) -> None:
     file = tmp_path / "compare.html"
     file.write_text(to_html(compare(runs)), encoding="utf-8")

@@ -88,16 +88,6 @@ def test_another_programs_results_are_no_run_of_ours(tmp_path: Path) -> None:
         read_run(folder)
 
 
-def test_the_wandb_log_of_a_run_is_not_another_run(tmp_path: Path) -> None:
-    run, alone = write_run(tmp_path / "run"), tmp_path / "wandb" / "offline-run-1" / "run-1.wandb"
-    for log in (alone, run / "wandb" / "offline-run-2" / "run-2.wandb"):
-        log.parent.mkdir(parents=True)
-        log.write_bytes(b"")
-    assert find_runs(tmp_path) == [run, alone]
-    assert find_runs(alone) == [alone]
-    assert [path.name for path in find_runs(run / "wandb")] == ["run-2.wandb"]
-
-
 @pytest.mark.parametrize("folder", ["empty", "missing"])
 def test_no_run_at_all_is_a_mistake(folder: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
