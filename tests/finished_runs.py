@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.tools.compare import History, Run
+from memsave_recipes.tools.compare import CURVES, History, Run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -78,7 +78,11 @@ def write() -> Callable[[Run, Path], Path]:
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps(run.results))
         (folder / "config.json").write_text(json.dumps(run.config))
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run.history.rows))
+        rows: dict[int, dict[str, Any]] = {}
+        for key in CURVES:
+            for step, value in run.history.curve(key).items():
+                rows.setdefault(step, {"step": step})[key] = value
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
         return folder
 
     return write

@@ -27,11 +27,11 @@ from memsave_recipes.tools.compare import (
     PEAK,
     SPEED,
     TRAITS,
+    WINDOW_SPEED,
     ComparisonRow,
     History,
     Run,
     compare,
-    history_row,
     traits,
     workload_key,
 )
@@ -43,7 +43,6 @@ SETTINGS = (
     *("batchnorm", "bitwise_topology", "channels_last", "matmul_precision"),
 )
 """Flags that change memory or speed beside the plan and the batch layout."""
-WINDOW_SPEED = "perf/samples_per_sec"
 UNKNOWN = "unknown"
 
 WAYS_OUT = {
@@ -224,8 +223,7 @@ def _last_part(value: Any) -> Any:
 
 def _spread(run: Run) -> tuple[list[float] | None, int | None]:
     """The quartiles of the windows' samples/s, and how many windows there are; nothing of fewer than two."""
-    logged = (history_row(row).get(WINDOW_SPEED) for row in run.history.rows)
-    speeds = [speed for speed in logged if speed is not None and isfinite(speed)]
+    speeds = list(filter(isfinite, run.history.curve(WINDOW_SPEED).values()))
     if len(speeds) < 2:
         return None, None
     low, _, high = statistics.quantiles(speeds, n=4, method="inclusive")

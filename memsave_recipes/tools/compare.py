@@ -27,7 +27,12 @@ from memsave_recipes.core.text import GIB, MIB, flat, printable, read_json, sani
 OF_A_RUN = ("results.json", "config.json", "metrics.jsonl")
 FIGURES = ("model", "memory", "perf", "eval")  # a results.json without any of them is from another program
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN = "train/loss", "eval/loss", "progress/samples_seen"
+CURVES = TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN, WINDOW_SPEED = (
+    "train/loss",
+    "eval/loss",
+    "progress/samples_seen",
+    "perf/samples_per_sec",
+)
 LARGEST = 1e100
 LAST_STEP = 2**53
 MAX_LETTERS = 16 * MIB  # of a file of one object, or a row of the history; they take a few KiB
@@ -46,7 +51,7 @@ TRAITS: dict[str, tuple[str, ...]] = {
     "steps": ("steps",),
     "seed": ("seed",),
 }
-# By its key in a ComparisonRow and in the CSV: where results.json has the figure, and its unit there in bytes.
+# By its key in a ComparisonRow: where results.json has the figure, and its unit there in bytes.
 PEAK, SPEED = "peak_memory_bytes", "samples_per_s"
 FIGURES_OF_A_ROW: dict[str, tuple[tuple[str, ...], int]] = {
     PEAK: (("memory", "peak_allocated_gib"), GIB),
@@ -73,16 +78,12 @@ T = TypeVar("T")
 
 
 class History:
-    """The logged rows of a run, in the order of writing.
-
-    ``rows`` are iterated once here, for the curves, and again by code that needs whole rows.
-    """
+    """The curves of a run, from its logged rows in the order of writing."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        self.rows = rows
-        self._curves = {key: (array("q"), array("d")) for key in (TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN)}
+        self._curves = {key: (array("q"), array("d")) for key in CURVES}
         for row in rows:
-            step = step_of(row)
+            step = _step_of(row)
             for key, (steps, values) in self._curves.items():
                 value = _number(row.get(key))
                 if step is not None and value is not None:
@@ -143,7 +144,7 @@ def read_run(folder: Path | str) -> Run:
         path=folder,
         results=results,
         config=config,
-        history=History(_LoggedRows(folder)),
+        history=History(_logged_rows(folder)),
     )
 
 
@@ -168,22 +169,16 @@ def loss_curve(run: Run) -> dict[int, float]:
     return run.history.curve(TRAIN_LOSS)
 
 
-def step_of(row: dict[str, Any]) -> int | None:
+def _step_of(row: dict[str, Any]) -> int | None:
     """Return the step of a logged row; ``None`` where it is not a valid step number."""
     step = row.get("step")
     return step if _is_number(step) and isinstance(step, int) and abs(step) <= LAST_STEP else None
 
 
-@dataclass(frozen=True)
-class _LoggedRows:
-    """The rows of a ``metrics.jsonl``, read anew each time."""
-
-    folder: Path
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with _reading(self.folder, "metrics.jsonl") as file:
-            for number, line in enumerate(iter(partial(file.readline, MAX_LETTERS), ""), start=1):
-                yield _parse(line, f"metrics.jsonl line {number}", self.folder)
+def _logged_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    with _reading(folder, "metrics.jsonl") as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_LETTERS), ""), start=1):
+            yield _parse(line, f"metrics.jsonl line {number}", folder)
 
 
 def _at(nested: Any, keys: tuple[str, ...]) -> Any:

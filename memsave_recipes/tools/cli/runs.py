@@ -20,19 +20,23 @@ T = TypeVar("T")
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="run folder (--output_dir), or a folder of them"
-    )
+    add_folders(parser)
     parser.add_argument(
         "--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none, the largest micro-batch"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and charts")
     parser.add_argument("--png", type=Path, metavar="FILE", help="file for the charts")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="file for all figures as numbers")
     parser.add_argument(
         "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="file for a Markdown table; printed without FILE"
     )
     parser.set_defaults(command=_compare)
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Declare the folders of runs."""
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="run folder (--output_dir), or a folder of them"
+    )
 
 
 def add_workspace(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +46,14 @@ def add_workspace(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.tools.pages.comparison import show, to_csv, to_markdown
+    from memsave_recipes.tools.pages.comparison import show, to_markdown
 
     runs = read_all(arguments.folders)
     table = compare(runs, _baseline(arguments.baseline, runs))
     if arguments.markdown != STDOUT:
         show(table)
-    for flag, text_of in {"markdown": to_markdown, "csv": to_csv}.items():
-        if file := getattr(arguments, flag):
-            write_text(f"--{flag}", Path(file), text_of(table))
+    if arguments.markdown:
+        write_text("--markdown", Path(arguments.markdown), to_markdown(table))
     if arguments.html:
         from memsave_recipes.tools.pages.page import to_html
 

@@ -1,10 +1,8 @@
-"""A comparison as a table for a terminal, as Markdown and as CSV.
+"""A comparison as a table for a terminal and as Markdown.
 
 Figures that no run recorded have no column.
 """
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,7 +27,6 @@ NO_FIGURE = Figure(value=None)
 LOSS_DIFFERENCE = "largest\nloss\ndifference"
 MAX_NAMES = 4
 MARKUP = "\\|*_`<>[]&~$"
-FORMULA = tuple("=+-@＝＋－＠")  # some spreadsheets read the wide ones like the others
 
 
 def show(table: ComparisonTable) -> None:
@@ -72,16 +69,6 @@ def to_markdown(table: ComparisonTable) -> str:
             lines.append([*map(in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
     items = [f"* {in_markdown(line)}" for line in notes(table)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *items]) + "\n"
-
-
-def to_csv(table: ComparisonTable) -> str:
-    """Return one line for each run: bytes, seconds, ``*_ratio`` to the baseline's; empty where one is unknown."""
-    text = io.StringIO()
-    records = [_record(row) for row in table.rows]
-    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for record in records for key in record)))
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
 
 
 def loss_difference_headings(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -227,23 +214,3 @@ def _two_lines(absolute: str, relative: str | None) -> Text:
 def in_markdown(text: str) -> str:
     """Escape the characters that end a cell or are markup."""
     return "".join(f"\\{letter}" if letter in MARKUP else letter for letter in text)
-
-
-def _in_csv(text: str | None) -> str | None:
-    """Put an apostrophe before a text that a spreadsheet would take for a formula."""
-    return f"'{text}" if text and text.lstrip().startswith(FORMULA) else text
-
-
-def _record(row: ComparisonRow) -> dict[str, object]:
-    return {
-        "run": _in_csv(row.name),
-        "model": _in_csv(row.model),
-        "plan": _in_csv(row.plan),
-        "geometry": _in_csv(row.layout),
-        "is_baseline": row.is_baseline,
-        "is_pareto_optimal": row.is_pareto_optimal,
-        "not_comparable_in": "; ".join(row.differs),
-        **{key: figure.value for key, figure in row.figures.items()},
-        **{f"{key}_ratio": figure.ratio for key, figure in row.figures.items()},
-        "largest_loss_difference": row.loss_difference,
-    }

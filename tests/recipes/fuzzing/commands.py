@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[list[list[str]], dict[str, Values]]] = {
         [["f/done"], ["f/done", "f/no_run"], ["f/list_run", "f/half_run"], ["f/empty.json"], [""], []],
         {
             "baseline": Values(("f/done",), (None, "", "absent", "f/no_weights")),
-            **dict.fromkeys(("html", "csv", "png"), WRITES),
+            **dict.fromkeys(("html", "png"), WRITES),
             "markdown": Values((None, "-"), NO_FILES, FILES),
         },
     ),

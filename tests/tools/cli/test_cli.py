@@ -115,12 +115,12 @@ def test_recipes_are_not_copied_to_a_name_that_is_too_long(capsys: pytest.Captur
 
 def test_every_format_is_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    files = {flag: tmp_path / f"out.{flag}" for flag in ("html", "png", "csv", "markdown")}
+    files = {flag: tmp_path / f"out.{flag}" for flag in ("html", "png", "markdown")}
     assert (
         main(["compare", str(runs), *(word for flag, file in files.items() for word in (f"--{flag}", str(file)))]) == 0
     )
     assert "b-plain" in capsys.readouterr().out
-    starts = {"html": b"<!DOCTYPE html>", "png": b"\x89PNG", "csv": b"run,model", "markdown": b"| run |"}
+    starts = {"html": b"<!DOCTYPE html>", "png": b"\x89PNG", "markdown": b"| run |"}
     for flag, file in files.items():
         assert file.read_bytes().startswith(starts[flag])
 
@@ -132,7 +132,7 @@ def test_markdown_without_a_file_takes_the_place_of_the_table(runs: Path, capsys
     assert "────" not in out
 
 
-@pytest.mark.parametrize("flag", ["html", "png", "csv", "markdown"])
+@pytest.mark.parametrize("flag", ["html", "png", "markdown"])
 def test_a_file_that_cannot_be_written_is_one_line_and_exit_code_2(
     flag: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +152,7 @@ def test_forty_runs_are_read_without_what_is_slow_to_import(tmp_path: Path) -> N
         "import sys; from memsave_recipes.tools.cli import main; code = main(sys.argv[1:]); "
         "assert not {'torch', 'wandb', 'trackio', 'matplotlib', 'numpy'} & sys.modules.keys(); sys.exit(code)"
     )
-    command = [sys.executable, "-c", check, "compare", str(tmp_path), "--csv", str(tmp_path / "runs.csv")]
+    command = [sys.executable, "-c", check, "compare", str(tmp_path), "--markdown", str(tmp_path / "runs.md")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(f"run{n}" in done.stdout for n in range(40))

@@ -39,7 +39,7 @@ def write_run(folder: Path, results: Any = RESULTS, config: Any = CONFIG, rows: 
 
 def compared(folder: Path, *flags: str) -> tuple[str, str]:
     """What ``memsave compare`` prints and writes, and what it says of runs that it skips; it must succeed."""
-    files = {flag: folder.parent / f"out.{flag}" for flag in ("csv", "markdown", *flags)}
+    files = {flag: folder.parent / f"out.{flag}" for flag in ("markdown", *flags)}
     words = [word for flag, file in files.items() for word in (f"--{flag}", str(file))]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,7 +1,5 @@
-"""The table as text: every figure whole in a narrow terminal, as Markdown, and as plain numbers."""
+"""The table as text: every figure whole in a narrow terminal, and as Markdown."""
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memsave_recipes.tools.compare import ComparisonTable, History, Run, compare
-from memsave_recipes.tools.pages.comparison import render, show, to_csv, to_markdown
+from memsave_recipes.tools.pages.comparison import render, show, to_markdown
 
 Make = Callable[..., Run]
 
@@ -115,29 +113,9 @@ def test_markdown_escapes_the_titles_of_columns_too(make_run: Make) -> None:
     assert r"\&amp;" in text
 
 
-@pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1+1", "@SUM(A1)", " =1", "＝1"])
-def test_no_cell_of_the_csv_is_a_formula(name: str, make_run: Make) -> None:
-    runs = [make_run(name, model=name, plan=name), make_run("plain", model=name, train_loss=-1.5)]
-    plain, named = csv.DictReader(io.StringIO(to_csv(compare(runs))))
-    assert [named[key] for key in ("run", "model", "plan")] == [f"'{name}"] * 3
-    assert (plain["run"], plain["train_loss"]) == ("plain", "-1.5")
-
-
 def test_a_run_alone_is_held_against_none(make_run: Make, checkpointed: Make) -> None:
     alone, two = compare([make_run("plain")]), compare([make_run("plain"), checkpointed()])
     for layout in (lambda table: printed(table, 120), to_markdown):
         assert "difference" not in layout(alone)
         assert "baseline" not in layout(alone)
         assert "difference" in layout(two)
-
-
-def test_csv_holds_plain_numbers(make_run: Make, checkpointed: Make) -> None:
-    runs = [make_run("plain", device="A100"), checkpointed(device="H200", losses=(2.0, 1.5))]
-    plain, other = csv.DictReader(io.StringIO(to_csv(compare(runs))))
-    assert float(other["peak_memory_bytes"]) == 0.65 * 1024**3
-    assert float(other["peak_memory_bytes_ratio"]) == 0.65
-    assert float(other["eval_accuracy"]) == 0.9805
-    assert float(other["largest_loss_difference"]) == 0.5
-    assert other["not_comparable_in"] == "device"
-    assert plain["peak_memory_bytes_ratio"] == plain["tokens_per_s"] == ""
-    assert (plain["is_baseline"], other["is_baseline"]) == ("True", "False")
