@@ -334,7 +334,6 @@ FIGURES = {
             one("loop_overhead_tiny.json", "loops", loop="torch, by hand")["step_ms"],
         ),
     },
-    "docs/compare.md": {"more than 10,000 rows": Stated("a limit of W&B")},
     "docs/data.md": {
         "1,797 scanned digits": Stated("scikit-learn's"),
         "at most 256 MiB (1,783 of 224 pixels)": Stated("a setting, and arithmetic"),
