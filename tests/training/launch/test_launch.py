@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import psutil
 import pytest
 import torch
@@ -284,16 +285,15 @@ class Machine:
         self.at_exit: list[Callable[[], None]] = []
         for name in (*LAUNCHER_VARIABLES, "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(launch, "_Accelerator", self._build)
+        monkeypatch.setattr(accelerate.Accelerator, "__init__", lambda _, **kwargs: self._build(**kwargs))
+        monkeypatch.setattr(accelerate.Accelerator, "num_processes", property(lambda _: self.joined))
+        monkeypatch.setattr(accelerate.Accelerator, "is_main_process", True)
         monkeypatch.setattr(launch.atexit, "register", self.at_exit.append)
         self.set(devices=0, joined=1)
 
-    def _build(
-        self, *, kwargs_handlers: list, gradient_accumulation_plugin: object, **kwargs: object
-    ) -> SimpleNamespace:
+    def _build(self, *, kwargs_handlers: list, gradient_accumulation_plugin: object, **kwargs: object) -> None:
         self.built_with = kwargs
         self.handlers = kwargs_handlers
-        return SimpleNamespace(num_processes=self.joined, is_main_process=True)
 
     def set(self, devices: int, joined: int, asked: LaunchRequest | None = None, **environment: str) -> None:
         self.joined = joined
@@ -518,7 +518,7 @@ class TestEnd:
     def test_end_training_waits_before_it_frees_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         order: list[str] = []
         monkeypatch.setattr(launch, "drain_gloo", lambda: order.append("wait"))
-        monkeypatch.setattr(launch.Accelerator, "end_training", lambda self: order.append("free"))
+        monkeypatch.setattr(accelerate.Accelerator, "end_training", lambda self: order.append("free"))
         Accelerator().end_training()
         assert order == ["wait", "free"]
 
