@@ -25,14 +25,15 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+WORDS, DROPOUT = "vocab_size=512", "attn_pdrop=0.1,embd_pdrop=0.1,resid_pdrop=0.1"
 SMALL = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
-TEXT = ("--block_size", "32", "--vocab_size", "512", "--max_eval_samples", "40")
-GPT2 = ("--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32")
-LLAMA = ("--model_type", "llama", "--config_overrides", f"{SMALL},num_key_value_heads=2")
+TEXT = ("--block_size", "32", "--train_file", str(harness.ROOT / "CHANGELOG.md"))
+GPT2 = ("--model_type", "gpt2", "--config_overrides", f"n_layer=2,n_head=2,n_embd=32,{DROPOUT},{WORDS}")
+LLAMA = ("--model_type", "llama", "--config_overrides", f"{SMALL},num_key_value_heads=2,{WORDS}")
 VIT = ("--model_type", "vit", "--config_overrides", f"{SMALL},patch_size=8")
 CONVNET = ("--augmentation", "digits", "--image_size", "16", "--batchnorm", "global")
 WORKS = {
-    "GPT-2 with dropout": ("language_modeling", (*GPT2, *TEXT, "--dropout", "0.1", "--loss", "full")),
+    "GPT-2 with dropout": ("language_modeling", (*GPT2, *TEXT, "--loss", "full")),
     "Llama, chunked loss": ("language_modeling", (*LLAMA, *TEXT, "--loss", "chunked")),
     "ViT": ("image_classification", (*VIT, "--augmentation", "digits")),
     "VGG-BN": ("image_classification", ("--model", "vgg_small_bn", *CONVNET)),

@@ -35,17 +35,18 @@ from memsave_recipes.training.optimizers import make_optimizer
 IMAGES_224 = "--image_size 224 --augmentation none"
 SMOLLM = (  # SmolLM2-135M
     "hidden_size=576,intermediate_size=1536,num_hidden_layers=30,num_attention_heads=9,num_key_value_heads=3,"
-    "tie_word_embeddings=true"
+    "tie_word_embeddings=true,vocab_size=49152"
 )
+GPT2 = "vocab_size=50257,attn_pdrop=0.1,embd_pdrop=0.1,resid_pdrop=0.1"
 MODELS = {  # recipe, flags, optimizer, micro-batch
-    "GPT-2": (TEXT, "--model_type gpt2 --vocab_size 50257 --block_size 256 --loss full --dropout 0.1", "adamw", 2),
+    "GPT-2": (TEXT, f"--model_type gpt2 --block_size 256 --loss full --config_overrides {GPT2}", "adamw", 2),
     "Llama": (
         TEXT,
-        f"--model_type llama --vocab_size 49152 --block_size 256 --loss full --config_overrides {SMOLLM}",
+        f"--model_type llama --block_size 256 --loss full --config_overrides {SMOLLM}",
         "adamw",
         2,
     ),
-    "BERT": (LABELS, "--model_type bert --vocab_size 30522 --max_length 128", "adamw", 4),
+    "BERT": (LABELS, "--model_type bert --config_overrides vocab_size=30522 --max_length 128", "adamw", 4),
     "ViT": (IMAGES, f"--model_type vit {IMAGES_224}", "adamw", 4),
     "ResNet-50": (IMAGES, f"--model_type resnet {IMAGES_224}", "momentum", 4),
     "VGG16": (IMAGES, f"--model vgg16 {IMAGES_224}", "momentum", 4),
@@ -54,7 +55,7 @@ MODELS = {  # recipe, flags, optimizer, micro-batch
 SMALL = {
     "Llama": (
         TEXT,
-        "--model_type llama --vocab_size 512 --block_size 64 --loss full --config_overrides "
+        "--model_type llama --block_size 64 --loss full --config_overrides vocab_size=512,"
         "hidden_size=64,intermediate_size=128,num_hidden_layers=3,num_attention_heads=2,num_key_value_heads=2",
         "adamw",
         2,

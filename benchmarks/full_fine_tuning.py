@@ -56,7 +56,7 @@ HEADINGS = ("model", "way", "the card needs", "card", "the host needs", "host", 
 
 def command_of(sizes: str, way: Sequence[str]) -> list[str]:
     """``memsave plan`` for a model and a way."""
-    model = ["--model_type", "llama", "--config_overrides", sizes, "--vocab_size", "128256", "--block_size", f"{BLOCK}"]
+    model = ["--model_type", "llama", "--config_overrides", f"{sizes},vocab_size=128256", "--block_size", f"{BLOCK}"]
     step = ["--global_batch_size", "1", "--activation_checkpointing", "full", "--loss", "chunked"]
     return ["plan", "language_modeling", *model, *step, *way, "--target_memory", "1000GiB"]
 

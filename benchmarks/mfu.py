@@ -117,10 +117,8 @@ class Work:
 
 
 WORKS = (
-    Work("GPT-2 124M, 50,257 words", "GPT-2", "--block_size 1024 --dropout 0", 16, 32, "gpt2"),
-    Work(
-        "GPT-2 124M, 50,304 words", "GPT-2", "--block_size 1024 --dropout 0", 16, 32, "gpt2", (("vocab_size", 50304),)
-    ),
+    Work("GPT-2 124M, 50,257 words", "GPT-2", "--block_size 1024", 16, 32, "gpt2"),
+    Work("GPT-2 124M, 50,304 words", "GPT-2", "--block_size 1024", 16, 32, "gpt2", (("vocab_size", 50304),)),
     Work("Llama 3.2 1B, autocast", "Llama 3.2 1B", "--block_size 2048", 4, 8, "llama"),
     Work("Llama 3.2 1B, bfloat16", "Llama 3.2 1B", "--block_size 2048 --dtype bfloat16", 4, 8, "llama, bfloat16"),
     Work("Llama 3.1 8B, LoRA", "Llama 3.1 8B", "--block_size 2048 --lora --dtype bfloat16", 4, 4, "llama, LoRA"),

@@ -83,13 +83,16 @@ def _images(model_type: str, shapes: Callable[[Random], dict[str, object]]) -> C
     return draw
 
 
+WORDS: dict[str, object] = {"vocab_size": 512}
+
+
 def _causal(model_type: str, names: tuple[str, str, str, str | None], **others: object) -> Callable[[Random], Drawn]:
     """``names`` are the configuration's for width, layers, heads and the width inside a layer."""
 
     def draw(rng: Random) -> Drawn:
-        flags = f"--model_type {model_type} --block_size {rng.choice((64, 96, 128, 200))} --vocab_size 512"
+        flags = f"--model_type {model_type} --block_size {rng.choice((64, 96, 128, 200))}"
         loss = rng.choice(("full", "chunked"))
-        return TEXT, f"{flags} --loss {loss} --config_overrides {_overrides(_layers(rng, names) | others)}", 4
+        return TEXT, f"{flags} --loss {loss} --config_overrides {_overrides(_layers(rng, names) | WORDS | others)}", 4
 
     return draw
 
@@ -100,8 +103,8 @@ def _classifier(
     """As ``_causal``."""
 
     def draw(rng: Random) -> Drawn:
-        flags = f"--model_type {model_type} --max_length {rng.choice((32, 64, 128))} --vocab_size 512"
-        return LABELS, f"{flags} --config_overrides {_overrides(_layers(rng, names) | others)}", 8
+        flags = f"--model_type {model_type} --max_length {rng.choice((32, 64, 128))}"
+        return LABELS, f"{flags} --config_overrides {_overrides(_layers(rng, names) | WORDS | others)}", 8
 
     return draw
 

@@ -86,8 +86,8 @@ PRECISION = {
 }
 DIGITS = "--dataset digits --global_batch_size 64 --learning_rate 2e-3 --warmup_steps 10 --eval_steps 1000"
 GPT2 = (
-    "--model_type gpt2 --config_overrides n_layer=3,n_head=4,n_embd=96 --vocab_size 1024 --block_size 128 "
-    "--global_batch_size 8 --learning_rate 2e-3 --warmup_steps 10 --max_eval_samples 128 --eval_steps 1000"
+    "--model_type gpt2 --config_overrides n_layer=3,n_head=4,n_embd=96,vocab_size=1024 --block_size 128 "
+    "--global_batch_size 8 --learning_rate 2e-3 --warmup_steps 10 --eval_steps 1000"
 )
 
 WORKS = {
@@ -134,7 +134,7 @@ WORKS = {
         recipe="language_modeling",
         title="Fine-tuning that GPT-2 on questions and answers",
         flags=f"--model_name_or_path {BASE} --dataset docstring-chats --chat_template chatml --block_size 128 "
-        "--global_batch_size 8 --learning_rate 1e-3 --warmup_steps 5 --max_eval_samples 128 --eval_steps 1000 "
+        "--global_batch_size 8 --learning_rate 1e-3 --warmup_steps 5 --eval_steps 1000 "
         "--max_steps 60 --loss full",
         metric="loss",
         base=f"{GPT2} --max_steps 100",

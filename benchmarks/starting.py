@@ -65,7 +65,7 @@ def step_of(recipe: str, *flags: str) -> Start:
     return Start("step", (str(RECIPES / f"{recipe}.py"), *sizes, *flags))
 
 
-LLAMA = ("--model_type", "llama", "--config_overrides", SMALL + ",num_key_value_heads=2")
+LLAMA = ("--model_type", "llama", "--config_overrides", SMALL + ",num_key_value_heads=2,vocab_size=512")
 BERT = ("--model_type", "bert", "--config_overrides", SMALL)
 STARTS = {
     "`import memsave_recipes`": Start("import", ("memsave_recipes",)),
@@ -73,7 +73,7 @@ STARTS = {
     "`memsave plan --help`": Start("module", ("memsave_recipes.tools.cli", "plan", "--help")),
     "`import torch`": Start("import", ("torch",)),
     "`recipes/language_modeling.py --help`": Start("recipe", (str(RECIPES / "language_modeling.py"), "--help")),
-    "language modeling, first step": step_of("language_modeling", *LLAMA, "--block_size", "64", "--vocab_size", "512"),
+    "language modeling, first step": step_of("language_modeling", *LLAMA, "--block_size", "64"),
     "image classification, first step": step_of("image_classification", "--model", "vgg_small"),
     "text classification, first step": step_of("text_classification", *BERT),
 }

@@ -32,8 +32,8 @@ SIZES = f"--global_batch_size {NUM_MICRO_BATCHES * SIZE} --micro_batch_size {SIZ
 ONLY = f"{SIZES} --logging_steps 100 --eval_steps 100 --report_to none"
 RECIPES = {
     "image_classification": f"--model_type vit --config_overrides {LAYERS},patch_size=8 --augmentation none",
-    "language_modeling": f"--model_type llama --config_overrides {LAYERS} --block_size 32 --vocab_size 512",
-    "text_classification": f"--model_type bert --config_overrides {LAYERS} --max_length 24 --vocab_size 300",
+    "language_modeling": f"--model_type llama --config_overrides {LAYERS},vocab_size=512 --block_size 32",
+    "text_classification": f"--model_type bert --config_overrides {LAYERS},vocab_size=300 --max_length 24",
 }
 PLANS = ("none", "full", "selective")
 BUDGET_GIB = {"image_classification": 0.39142, "language_modeling": 0.3925, "text_classification": 0.39185}

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 PLAIN = [
     *("--model_type", "gpt2", "--config_overrides", "n_layer=6,n_head=8,n_embd=192", "--block_size", "128"),
-    *("--global_batch_size", "16", "--vocab_size", "8192", "--max_eval_samples", "16", "--learning_rate", "1e-3"),
+    *("--global_batch_size", "16", "--learning_rate", "1e-3"),
     *("--loss", "full", "--report_to", "none", "--logging_steps", "1000"),
 ]
 

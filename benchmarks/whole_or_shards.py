@@ -29,8 +29,8 @@ LLAMAS = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
-ALL_LLAMAS = {"num_key_value_heads": 8, "max_position_embeddings": 8192}
-TEXT = ("--vocab_size", "128256", "--block_size", "4096", "--loss", "chunked")
+ALL_LLAMAS = {"num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 128_256}
+TEXT = ("--block_size", "4096", "--loss", "chunked")
 STEP = ("--global_batch_size", "64", "--micro_batch_size", "1", "--mixed_precision", "bf16")
 CARDS, SHARDS, PLANS = (8, 64), ("none", "full"), ("none", "full")
 EVERY_CASE_FITS = "8192GiB"

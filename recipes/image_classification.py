@@ -16,7 +16,7 @@ The flags of all recipes are in `memsave_recipes/training/arguments.py`, those o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,9 @@ DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are
 
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, ImageModelArguments, ImageDataArguments):
-    """The flags of image classification."""
+    """The flags of image classification, whose layers are not packed in 4 bits."""
+
+    load_in_4bit: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         is_size_given = self.image_size is not None
@@ -130,7 +132,6 @@ def train(run: Run) -> dict[str, Any]:
         **labels,
         dtype=args.torch_dtype,
         image_size=args.image_size,
-        resize_mode=args.resize_mode,
         grey_bits=images.grey_bits,
         **normalization(args),
     )

@@ -70,7 +70,7 @@ class Arguments(RecipeArguments, TrainedPartArguments, SequenceArguments, Langua
             "one_row": self.one_row,
             "max_positions": self.max_positions,
             "stream_bytes": self.stream_bytes,
-            "seed": self.seed,
+            "vocab_size": self.vocab_size,
             "eval_only": self.eval_only,
         }
 
@@ -90,8 +90,6 @@ def train(run: Run) -> dict[str, Any]:
     # Data: each batch is one optimizer step, the same rows in the same order on any number of ranks
     with run.main_process_first():
         rows = load_rows(args, **args.of_model)
-    if args.show_labels and accelerator.is_main_process:
-        rows.show_labels()
     batches = run.global_batches(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 
     # Model with its loss, optimizer and schedule
@@ -111,7 +109,7 @@ def train(run: Run) -> dict[str, Any]:
 
     shared = {"exact": batches.layout.is_bitwise, "shared_by": args.sequence_parallel, "tokens": rows.validation.tokens}
     validate = partial(evaluate, model, accelerator, **shared)
-    evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
+    evaluation = {"collate_fn": rows.validation.collate}
     training.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
     for batch in training.steps():
         for micro_batch in batch.forwards(model):
@@ -127,7 +125,7 @@ def train(run: Run) -> dict[str, Any]:
         training.save_if_due()
 
     save_tokens = partial(save_tokenizer, tokenizer=tokenizer, samples=rows.train)
-    sample = partial(continue_text, bare, tokenizer, rows.prompt(args.prompt))
+    sample = partial(continue_text, bare, tokenizer, rows.prompt)
     return training.finish(run.saved, save_tokens, sample=sample, model=args.name)
 
 

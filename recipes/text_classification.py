@@ -20,12 +20,12 @@ Expect an accuracy of 0.74 to 0.80 of the first line (the largest class has 0.17
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.losses import REGRESSION, SINGLE, LabelLoss
+from memsave_recipes.core.losses import SINGLE, LabelLoss
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
     check_inputs,
@@ -67,19 +67,19 @@ class DataArguments(LabelledTextArguments):
     """The labelled texts, their tokenizer and length."""
 
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
-    vocab_size: int = field(default=8192, metadata={"help": "vocabulary of the tokenizer, if one is trained"})
     max_length: int = field(default=128, metadata={"help": "tokens after which a text or pair is cut off"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.vocab_size >= 258, "--vocab_size", self.vocab_size, "at least 258 (256 bytes, padding, boundary)")
         require(self.max_length >= 8, "--max_length", self.max_length, "at least 8")
 
 
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, TransformerArguments, DataArguments):
-    """The flags of text classification."""
+    """The flags of text classification; no model of texts has BatchNorm."""
 
+    batchnorm: Literal["local", "global"] = field(default="local", init=False)
+    sync_batchnorm: bool = field(default=False, init=False)
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
 
 
@@ -151,9 +151,8 @@ def task(argv: list[str] | None = None) -> Task:
     """The task of the flags, for ``memsave plan``: before there are texts or weights."""
     (args,) = parse_arguments(Arguments, args=argv)
     assumed = (f"{DEFAULT_CLASSES} classes", f"texts of {args.max_length} tokens")
-    problem = args.problem_type or SINGLE
-    names = tuple(map(str, range(1 if problem == REGRESSION else DEFAULT_CLASSES)))
-    loss = args.label_loss(problem, names)
+    names = tuple(map(str, range(DEFAULT_CLASSES)))
+    loss = args.label_loss(SINGLE, names)
     return describe(args, names, loss, assumed=assumed, vocab_size=args.vocab_size, pad_token_id=0)
 
 

@@ -20,18 +20,22 @@ from memsave_recipes.core.text import GIB
 ROOT = Path(__file__).parents[1]
 TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
 TINY_BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+TINY_GPT2 = "n_layer=2,n_head=2,n_embd=32"
+OF_TEXT = ["--train_file", str(ROOT / "CHANGELOG.md")]
+"""A text that is evaluated in a moment."""
 NUM_STEPS = 10
 LENGTH = ["--max_steps", str(NUM_STEPS), "--logging_steps", "4", "--eval_steps", "3"]
 IMAGES = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "16", *LENGTH]
-TEXT = ["--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", "32"]
-TEXT += ["--max_eval_samples", "40", "--global_batch_size", "8", "--vocab_size", "512", *LENGTH]
+TEXT = ["--model_type", "gpt2", "--config_overrides", f"{TINY_GPT2},vocab_size=512", "--block_size", "32"]
+TEXT += [*OF_TEXT, "--global_batch_size", "8", *LENGTH]
+WORDS = "vocab_size=300"
 TINY_LLAMA = "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48"
 SHAPES = {
-    "gpt2": "n_layer=2,n_head=2,n_embd=32",
-    "llama": TINY_LLAMA,
-    "mistral": f"{TINY_LLAMA},sliding_window=9",
+    "gpt2": f"{TINY_GPT2},{WORDS}",
+    "llama": f"{TINY_LLAMA},{WORDS}",
+    "mistral": f"{TINY_LLAMA},{WORDS},sliding_window=9",
 }
-LABELLED = ["--model_type", "bert", "--config_overrides", TINY_BERT, "--max_length", "24", "--vocab_size", "300"]
+LABELLED = ["--model_type", "bert", "--config_overrides", f"{TINY_BERT},{WORDS}", "--max_length", "24"]
 LABELLED += ["--global_batch_size", "16", *LENGTH]
 FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classification": LABELLED}
 MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life

@@ -23,7 +23,7 @@ SMALL = [  # sizes and files, in this order
     (r"--model_type (gpt2|llama)(?!.*overrides)", "--model_type gpt2 --config_overrides n_layer=2,n_embd=32,n_head=2"),
     (r"--(block_size|image_size) \d+", r"--\1 32"),
     (r"(?=.*docstring-chats)(.*--block_size) \d+", r"\1 512"),  # room for an answer
-    (r"--vocab_size \d+", "--vocab_size 512"),
+    (r"\bvocab_size=\d+", "vocab_size=512"),
     (r"--(num_processes|sequence_parallel) \d+", r"--\1 2"),
     (r"/fsdp2\.yaml", "/cpu_fsdp2.yaml"),
     (r'"num_decay_steps": 200', '"num_decay_steps": 1'),
@@ -33,13 +33,13 @@ SMALL = [  # sizes and files, in this order
 OF_A_RUN = "--max_steps 2 --report_to none"
 UNLESS_NAMED = {  # by words of a launch without a preset
     "--data_dir": "--image_size 32 --global_batch_size 8",
-    "language_modeling": "--block_size 32 --global_batch_size 8 --max_eval_samples 4",
+    "language_modeling": "--block_size 32 --global_batch_size 8",
     "text_classification": "--max_length 16 --global_batch_size 8",
 }
 NOT_RUN = {
     r"^(pip|python -m venv|onnx/bin/\S+|git|hf) |gguf|^make |deepspeed": "installs, or needs a network",
     r"^(import|sys\.path|from|TextModel|script\.|END)|<<'END'": "a script for another program",
-    r"--push_to_hub|bert_glue|llama_8b|chat_lora|meta-llama": "names a model or data of the Hub",
+    r"bert_glue|llama_8b|chat_lora|meta-llama": "names a model or data of the Hub",
     r"\$SCRATCH|SLURM|^wait": "SLURM",
     r"multi_node|--nnodes": "several machines",
     r"^(LAUNCH=\S+ )?wandb |^trackio show": "a server: recipes/../run/test_sweep.py",

@@ -129,6 +129,7 @@ def test_flags_beside_other_programs_parse(arguments):
 def test_commands_for_those_who_change_parse(words, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "CHATS.jsonl").write_text('{"messages": []}')
+    (tmp_path / "lora.yaml").write_text("lora_alpha: 16")
     recipe = next(word for word in words if word.startswith("recipes/"))
     parse_arguments(arguments[Path(recipe).stem], args=words[words.index(recipe) + 1 :])
 

@@ -21,7 +21,7 @@ OF_EXTRAS = (
     *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics", "trl"),
     *("scikit_learn", "sklearn", "tensorboard", "trackio", "wandb", "wandb_workspaces"),
 )
-SMALL = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", "64", "--vocab_size", "512"]
+SMALL = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,vocab_size=512", "--block_size", "64"]
 PLAN = ["plan", "language_modeling", "--model_type", "gpt2", *SMALL, "--global_batch_size", "1", "--loss", "full"]
 
 

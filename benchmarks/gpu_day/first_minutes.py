@@ -89,7 +89,8 @@ def prepare(steps: Sequence[Step]) -> int:
     all_flags = sorted({words for step in steps for words in _words_of(step)})
     for words in all_flags:
         (args,) = parse_arguments(flags_of_recipe, args=[*shlex.split(words), "--output_dir", "out"])
-        load_rows(args, tokenizer_name=args.tokenizer_name_or_path, model_type=args.model_type)
+        names = {"tokenizer_name": args.tokenizer_name_or_path, "model_type": args.model_type}
+        load_rows(args, **names, vocab_size=args.vocab_size)
     return len(all_flags)
 
 

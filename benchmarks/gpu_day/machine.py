@@ -29,13 +29,14 @@ GPU, STAND_IN, CPU = "gpu", "stand-in", "cpu"
 TEXT, IMAGES = "recipes/language_modeling.py", "recipes/image_classification.py"
 LAUNCHES = {True: ("cpu", "cpu_ddp", "cpu_fsdp2"), False: ("single_gpu", "multi_gpu", "fsdp2")}
 LLAMA = "hidden_size={0},intermediate_size={1},num_hidden_layers={2},num_attention_heads={3},num_key_value_heads={3}"
+LLAMA += ",vocab_size={4}"
 GPT2 = "--model_type gpt2"
 LLAMA_1B = (
     "--model_type llama --config_overrides hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,"
-    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256 --max_eval_samples 8"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256"
 )
 FEW_STEPS = "--max_steps 12 --logging_steps 4"
-ROWS = "--vocab_size {} --block_size {} --global_batch_size {} --micro_batch_size {} --max_eval_samples {}"
+ROWS = "--block_size {} --global_batch_size {} --micro_batch_size {}"
 PACKAGES = {TRITON: "triton", LIGER: "liger_kernel", BITSANDBYTES: "bitsandbytes", TRL: "trl"}
 ON_GPUS_ALONE = {TRITON, LIGER, BITSANDBYTES}
 
@@ -143,9 +144,9 @@ def size_of(kind: str) -> Size:
         return Size(
             device="cuda",
             launches=launches,
-            llama=LLAMA.format(1024, 4096, 12, 16),
-            rows=ROWS.format(8192, 1024, 32, 8, 64),
-            gpt2=f"{GPT2} --block_size 1024 --global_batch_size 64 --max_eval_samples 64 {FEW_STEPS}",
+            llama=LLAMA.format(1024, 4096, 12, 16, 8192),
+            rows=ROWS.format(1024, 32, 8),
+            gpt2=f"{GPT2} --block_size 1024 --global_batch_size 64 {FEW_STEPS}",
             launch_budget="--micro_batch_size auto --activation_checkpointing budget --memory_budget_gib 22",
             gpt2_micro="--micro_batch_size 16",
             gpt2_whole="--micro_batch_size 64",
@@ -169,18 +170,18 @@ def size_of(kind: str) -> Size:
             times=16,
             is_small=False,
         )
-    small_rows = ROWS.format(512, 128, 8, 4, 8)
+    small_rows = ROWS.format(128, 8, 4)
     return Size(
         device="cpu" if kind == CPU else "cuda",
         launches=launches,
-        llama=LLAMA.format(64, 256, 4, 4),
+        llama=LLAMA.format(64, 256, 4, 4, 512),
         rows=small_rows,
-        gpt2=f"{GPT2} --config_overrides n_layer=2,n_head=2,n_embd=64 {small_rows} {FEW_STEPS}",
+        gpt2=f"{GPT2} --config_overrides n_layer=2,n_head=2,n_embd=64,vocab_size=512 {small_rows} {FEW_STEPS}",
         launch_budget="--activation_checkpointing budget --memory_budget_gib 0.5",
         gpt2_micro="--micro_batch_size 4",
         gpt2_whole="--micro_batch_size 8",
         vocabularies=(517, 576),
-        llama_1b=f"--model_type llama --config_overrides {LLAMA.format(64, 256, 2, 4)} {small_rows} {FEW_STEPS}",
+        llama_1b=f"--model_type llama --config_overrides {LLAMA.format(64, 256, 2, 4, 512)} {small_rows} {FEW_STEPS}",
         convnet="--model densenet_small --image_size 16",
         digits="--global_batch_size 16",
         half="bf16" if kind == CPU else "fp16",

@@ -1,6 +1,6 @@
 """Trains a Llama in a plain loop of torch: bfloat16 autocast, SDPA, fused AdamW; whole rows of random tokens.
 
-    python benchmarks/gpu_day/plain_loop.py FOLDER --config_overrides hidden_size=1024,... --vocab_size 8192 ...
+    python benchmarks/gpu_day/plain_loop.py FOLDER --config_overrides hidden_size=1024,...,vocab_size=8192 ...
 
 The flags are those of ``recipes/language_modeling.py``. Writes results.json, with the median of the step.
 """
@@ -25,8 +25,8 @@ def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--config_overrides", required=True)
-    sizes = ("vocab_size", "block_size", "global_batch_size", "micro_batch_size", "max_steps")
-    for name in (*sizes, "max_eval_samples", "logging_steps"):  # it neither evaluates nor logs
+    sizes = ("block_size", "global_batch_size", "micro_batch_size", "max_steps")
+    for name in (*sizes, "logging_steps"):  # it does not log
         parser.add_argument(f"--{name}", type=int, required=True)
     return parser.parse_args()
 
@@ -51,11 +51,11 @@ def main() -> None:
     """Train and write."""
     flags = read_flags()
     shape = {name: int(value) for name, value in (pair.split("=") for pair in flags.config_overrides.split(","))}
-    config = LlamaConfig(vocab_size=flags.vocab_size, attn_implementation="sdpa", use_cache=False, **shape)
+    config = LlamaConfig(attn_implementation="sdpa", use_cache=False, **shape)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = LlamaForCausalLM(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    rows = torch.randint(flags.vocab_size, (flags.global_batch_size, flags.block_size), device=device)
+    rows = torch.randint(config.vocab_size, (flags.global_batch_size, flags.block_size), device=device)
     seconds = []
     for _ in range(flags.max_steps):
         began = perf_counter()

@@ -54,7 +54,7 @@ WAYS_OUT = {
     "samples_per_s_quartiles": "log two windows or more after the warm-up (--logging_steps)",
     "num_windows": "log two windows or more after the warm-up (--logging_steps)",
     "time_ratio": "add the run together with one of the same workload with --activation_checkpointing none",
-    "metric": "evaluate: leave --max_eval_samples above 0",
+    "metric": "end the run, which evaluates",
     "device_memory_bytes": "give --device_memory, such as 80GiB",
     "git_commit": "run the recipe in a clone, with git installed",
 }

@@ -25,15 +25,16 @@ PLANS = {"plain": "--activation_checkpointing none", "full": "--activation_check
 WORKS = {
     "gpt2": Work(
         "language_modeling",
-        "--model_type gpt2 --config_overrides n_layer=6,n_head=4,n_embd=128 --vocab_size 1024 --block_size 256 "
-        "--global_batch_size 8 --micro_batch_size 8 --max_steps 20 --logging_steps 5 --max_eval_samples 64",
+        "--model_type gpt2 --config_overrides n_layer=6,n_head=4,n_embd=128,vocab_size=1024 --block_size 256 "
+        "--global_batch_size 8 --micro_batch_size 8 --max_steps 20 --logging_steps 5",
         {**PLANS, "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.09"},
     ),
     "llama": Work(
         "language_modeling",
-        "--model_type llama --vocab_size 1024 --block_size 512 --global_batch_size 8 --micro_batch_size 4 "
-        "--config_overrides hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4 "
-        "--max_steps 20 --logging_steps 5 --max_eval_samples 32",
+        "--model_type llama --block_size 512 --global_batch_size 8 --micro_batch_size 4 "
+        "--config_overrides hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4,"
+        "vocab_size=1024 "
+        "--max_steps 20 --logging_steps 5",
         {
             **PLANS,
             "full_tiled": "--activation_checkpointing full_tiled",
@@ -69,8 +70,8 @@ WORKS = {
     ),
     "chats": Work(
         "language_modeling",
-        "--dataset docstring-chats --model_type gpt2 --config_overrides n_layer=4,n_head=4,n_embd=128 "
-        "--vocab_size 2048 --block_size 256 --global_batch_size 16 --micro_batch_size 8 --learning_rate 2e-3 "
+        "--dataset docstring-chats --model_type gpt2 --config_overrides n_layer=4,n_head=4,n_embd=128,"
+        "vocab_size=2048 --block_size 256 --global_batch_size 16 --micro_batch_size 8 --learning_rate 2e-3 "
         "--warmup_steps 20 --max_steps 100 --activation_checkpointing none",
         {f"seed-{seed}": f"--seed {seed}" for seed in range(3)},
     ),

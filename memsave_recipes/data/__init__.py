@@ -4,8 +4,7 @@ NOTE [ decisions ]
 * A stream becomes a file first, because an order that is a function of the seed needs every sample within reach.
 * ``datasets`` reads labelled texts, Parquet and the Hub, not documents and conversations from JSON and CSV: it names no
   row, takes the number 3 for a text, or puts quotes around the texts next to it, and lets a broken quote pass.
-* ``interleave_datasets`` draws documents, not bytes: of equal shares of short and long ones, one source had 100 bytes
-  and the other 12,000. ``train_test_split`` holds out by the place in the file, and copies are in both splits.
+* ``train_test_split`` holds out by the place in the file, and copies are in both splits.
 * ``imagefolder`` takes a folder inside a class folder for another class, and one named ``test`` there for a split.
 * The built-in texts are read from installed libraries: the figures in ``docs`` were measured on them.
 """

@@ -4,9 +4,9 @@ NOTE [ the same data ]
 1. Each sample has a digest, in the order of the data set. Of more than 65,536 samples a few in a row share one.
 2. Texts are compared by their tokens and labels, images of the Hub and built-in ones by their bytes and labels. Images
    in a folder are compared by name, size and label, because reading all of them takes long.
-3. So an image in a folder that has the same name, size and label, but other pixels, passes, unless the folder has a
-   ``SHA256SUMS``. Other modification times are announced, not refused, because a copy of the data has them too.
-4. What only one of two fingerprints has is not compared: a ``SHA256SUMS`` may have been added later.
+3. So an image in a folder that has the same name, size and label, but other pixels, passes. Other modification times
+   are announced, not refused, because a copy of the data has them too.
+4. What only one of two fingerprints has is not compared.
 """
 
 import hashlib
@@ -71,20 +71,18 @@ class Fingerprint:
     """The data of a run: NOTE [ the same data ]. Splits are named as in ``training images: the first that differs``.
 
     Args:
-        contents: by split, where there is a list of the files' SHA-256.
         times: by split, when the files were last modified.
         tokenizer: a digest of its vocabulary.
     """
 
     samples: dict[str, Samples]
-    contents: dict[str, Samples] = field(default_factory=dict)
     times: dict[str, Samples] = field(default_factory=dict)
     label_names: tuple[str, ...] = ()
     tokenizer: str = ""
 
     def record(self) -> Record:
         """Return all digests, for a checkpoint."""
-        kinds = {"samples": self.samples, "contents": self.contents, "times": self.times}
+        kinds = {"samples": self.samples, "times": self.times}
         splits = {kind: {name: one.record() for name, one in found.items()} for kind, found in kinds.items()}
         return {**splits, "label_names": list(self.label_names), "tokenizer": self.tokenizer}
 
@@ -95,8 +93,7 @@ class Fingerprint:
             found.append(f"class names: {_change_of_names(saved['label_names'], list(self.label_names))}")
         if saved["tokenizer"] != self.tokenizer:
             found.append("the tokenizer is another one")
-        found += _differences(saved["samples"], self.samples)
-        return found or _differences(saved["contents"], self.contents)
+        return found + _differences(saved["samples"], self.samples)
 
     def other_times(self, saved: Record) -> list[str]:
         """Say which files were modified at other times than those of an earlier ``record``."""

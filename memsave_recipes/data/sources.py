@@ -51,16 +51,12 @@ Row = tuple[int, Any]  # its number in its file, from 1, and its values by their
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFiles:
-    """The files of each word of a flag, none twice; files of other endings are skipped, and repeated ones counted."""
+    """The files of the words of a flag, none twice; files of other endings are skipped, and repeated ones counted."""
 
-    by_word: tuple[tuple[Path, ...], ...]
+    files: list[Path]
+    num_words: int
     num_skipped: int
     num_repeated: int
-
-    @property
-    def files(self) -> list[Path]:
-        """The files of all words."""
-        return [path for paths in self.by_word for path in paths]
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +67,7 @@ class FoundFiles:
         """Say how many files are read, where the words do not, and how many are not; ``source`` names them."""
         numbers = {"with other endings skipped": self.num_skipped, "named twice and read once": self.num_repeated}
         not_read = ", ".join(f"{number} {name}" for name, number in numbers.items() if number)
-        if not not_read and len(self.files) == len(self.by_word):
+        if not not_read and len(self.files) == self.num_words:
             return []
         return [f"files of {source}: {len(self.files)}" + (f" ({not_read})" if not_read else "")]
 
@@ -85,24 +81,26 @@ def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> Fou
     Raises:
         InputError: a word that names nothing, or nothing with such an ending; a name that is not UTF-8.
     """
-    seen: set[str] = set()
-    by_word, num_skipped, num_repeated = [], 0, 0
+    found: dict[str, Path] = {}
+    num_wanted = num_skipped = 0
     for word in words:
         named = _named_by(flag, word)
         wanted = [path for path in named if path.suffix.lower() in endings]
         if not wanted:
             raise InputError(_nothing_to_read(flag, word, endings))
-        new: dict[str, Path] = {}
         for path in wanted:
             if not is_text(str(path)):
                 raise InputError(f"{flag} {word} names a file {os.fsencode(path)!r}, which is not UTF-8: rename it")
             check_file(flag, path)
-            new.setdefault(os.path.realpath(path), path)
-        by_word.append(tuple(path for real, path in new.items() if real not in seen))
-        seen |= new.keys()
+            found.setdefault(os.path.realpath(path), path)
+        num_wanted += len(wanted)
         num_skipped += len(named) - len(wanted)
-        num_repeated += len(wanted) - len(by_word[-1])
-    return FoundFiles(by_word=tuple(by_word), num_skipped=num_skipped, num_repeated=num_repeated)
+    return FoundFiles(
+        files=[*found.values()],
+        num_words=len(words),
+        num_skipped=num_skipped,
+        num_repeated=num_wanted - len(found),
+    )
 
 
 def _named_by(flag: str, word: str) -> list[Path]:
@@ -300,7 +298,7 @@ def hold_out_smallest(rows: datasets.Dataset, hashes: np.ndarray) -> Splits:
     return hold_out(rows, hashes <= np.partition(hashes, quota - 1)[quota - 1])
 
 
-def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+def choose_held_out(labels: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
     """Choose the samples to hold out, sorted, by a hash of seed and name; none where no class can spare one.
 
     Every class keeps one to train on, and at least one is held out. scikit-learn's stratified split, which ``datasets``
@@ -316,7 +314,7 @@ def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, s
     share = (rank + 0.5) / sizes[labels]
     in_turn = np.lexsort((hashes, share))
     can_go = in_turn[rank[in_turn] < sizes[labels[in_turn]] - 1]
-    return np.sort(can_go[: max(1, round(fraction * len(labels)))])
+    return np.sort(can_go[: max(1, round(VALIDATION_FRACTION * len(labels)))])
 
 
 def of_each(
@@ -395,8 +393,8 @@ def generated(
 def read_files(
     found: FoundFiles, generator: Callable[..., Iterator[Any]], features: datasets.Features, source: str, **options: Any
 ) -> datasets.Dataset:
-    """Cache the rows of ``generator(files, ...)``, of paths and the numbers of their words, until a file changes."""
-    files = tuple((os.path.abspath(path), number) for number, paths in enumerate(found.by_word) for path in paths)
+    """Cache the rows of ``generator(files, ...)``, of paths, until a file changes."""
+    files = tuple(map(os.path.abspath, found.files))
     version = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in map(os.stat, found.files))
     with progress_bars(found.num_bytes > LONG_BYTES):
         return generated(generator, features, source, files=files, version=version, **options)

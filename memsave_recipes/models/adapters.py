@@ -1,38 +1,29 @@
 """Adapters: low-rank updates of frozen layers.
 
-They are LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft, also with the scale of rsLoRA
-(Kalajdzievski 2023, https://arxiv.org/abs/2312.03732) and as DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353).
-Its layers are put into the model in place, so the names of its blocks, and with them every activation plan, stay. What
-the files of the base did not hold (a new head, pooler or projection) has random values, so it trains whole and is saved
-with the adapters: peft's ``modules_to_save``.
-
-NOTE [ another model ]
-``merged`` puts ``W + BA`` in the place of a weight ``W`` with its adapter. That is another model
-1. where layers share ``W`` and each has an adapter of its own, as in the blocks of Zamba: all updates would be added;
-2. where a forward also takes ``W`` past the adapter, as of tied embeddings.
-Both are seen in one forward, whatever the adapters have learned by then. An adapter that never runs does not train: in
-the mixers of Jamba it adds nothing, unless it was trained elsewhere.
+They are LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft. Its layers are put into the model in place,
+so the names of its blocks, and with them every activation plan, stay. What the files of the base did not hold (a new
+head, pooler or projection) has random values, so it trains whole and is saved with the adapters: peft's
+``modules_to_save``.
 """
 
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from memsave_recipes.core.errors import InputError, option, packages_of, require
+from memsave_recipes.core.errors import InputError, check_file, option, packages_of, require
 from memsave_recipes.core.text import first_line, first_of
 from memsave_recipes.models.slices import new_weights, take_whole
 
@@ -46,52 +37,40 @@ ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score"), None: ()}
 OF_IMAGES = "images"  # a kind of task that peft has no word for
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # of which peft makes no copy
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PEFT_NAMES = {  # of flags in peft's configuration
-    "lora_rank": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "lora_modules_to_save": "modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
+DEFAULTS = {"lora_alpha": 32, "lora_dropout": 0.0}
+"""Of entries that ``--lora_config`` may have."""
+NOT_TAKEN = {
+    "r": "give --lora_rank",
+    **dict.fromkeys(("task_type", "peft_type", "auto_mapping", "fan_in_fan_out"), "it follows from the model"),
+    **dict.fromkeys(("base_model_name_or_path", "revision", "inference_mode"), "it follows from the run"),
+    **dict.fromkeys(("init_lora_weights", "loftq_config", "layer_replication"), "it may change the weights below"),
 }
+"""Entries of peft's configuration that the file cannot have, and why."""
+MAX_LETTERS = 65_536  # of the file
 
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """Adapters instead of all weights."""
+    """Adapters instead of all weights.
+
+    Attributes:
+        lora_entries: what the file of ``--lora_config`` says, so that a resumed run has the same.
+    """
 
     lora: bool = option(False, "train low-rank adapters and freeze the weights")
     lora_rank: int = option(16, "rank of the update of each layer")
-    lora_alpha: int = option(32, "alpha of LoRA: updates are multiplied by lora_alpha / lora_rank")
-    lora_dropout: float = option(0.0, "dropout probability at the input of each update")
-    lora_target_modules: list[str] = field(
-        default_factory=lambda: ["all-linear"],
-        metadata={
-            "help": "endings of module names, such as q_proj v_proj; default: all linear layers except the head, or "
-            "all convolutions if there is no linear layer"
-        },
+    lora_config: str | None = option(
+        None,
+        "YAML or JSON with further entries of peft's LoraConfig, such as target_modules, use_dora, lora_alpha "
+        "(32 without); includes --lora",
     )
-    lora_modules_to_save: list[str] = field(
-        default_factory=list, metadata={"help": "endings of names of modules that train in full, besides the adapters"}
-    )
-    use_rslora: bool = option(False, "multiply updates by lora_alpha / sqrt(lora_rank): rsLoRA")
-    use_dora: bool = option(False, "train norm and direction of each row separately: DoRA")
-    lora_merge: bool = option(False, "save the model with the updates merged into its weights")
     load_in_4bit: bool = option(False, "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)")
+    lora_entries: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         require(self.lora_rank >= 1, "--lora_rank", self.lora_rank, "at least 1")
-        require(self.lora_alpha >= 1, "--lora_alpha", self.lora_alpha, "at least 1")
-        require(0 <= self.lora_dropout < 1, "--lora_dropout", self.lora_dropout, "in [0, 1)")
-        if self.lora_merge and not self.has_adapters:
-            raise InputError(
-                "--lora_merge merges adapters, and there are none: pass --lora, name a folder of adapters with "
-                "--model_name_or_path, or leave it out"
-            )
-        for flag in ("lora_modules_to_save", "use_rslora", "use_dora"):
-            if getattr(self, flag) and not self.has_adapters:
-                raise InputError(f"--{flag} is about adapters, and there are none: pass --lora, or leave it out")
+        if self.lora_config is not None:
+            self.lora, self.lora_entries = True, _read_entries(self.lora_config)
         if self.load_in_4bit:
             self._check_4bit()
         if (adapter := self._adapter) is not None:
@@ -108,17 +87,14 @@ class LoraArguments:
         return getattr(self, "adapter", None)
 
     def _check_adapter(self, folder: str) -> None:
-        """Check that flags name the rank, the scale and the layers that the adapters of a folder have."""
+        """Check that flags do not ask for other adapters than those of a folder."""
         from memsave_recipes.models.pretrained import adapter_config  # needs an extra, and the planner imports this
 
-        config = adapter_config(folder)
-        for flag, name in PEFT_NAMES.items():
-            value, default = getattr(self, flag), getattr(LoraArguments(), flag)
-            there = config.get(name)
-            is_same = sorted(there) == sorted(value) if isinstance(there, list) else there == value
-            if value != default and not is_same:
-                asked, had = (" ".join(one) if isinstance(one, list) else one for one in (value, there))
-                raise InputError(f"--{flag} {asked}: the adapters of {folder} have {had}: leave it out")
+        if self.lora_config is not None:
+            raise InputError(f"--lora_config {self.lora_config}: {folder} holds adapters with their own: leave it out")
+        asked, there = self.lora_rank, adapter_config(folder).get("r")
+        if asked not in (LoraArguments.lora_rank, there):
+            raise InputError(f"--lora_rank {asked}: the adapters of {folder} have {there}: leave it out")
 
     def _check_4bit(self) -> None:
         if not self.has_adapters:
@@ -127,8 +103,29 @@ class LoraArguments:
             raise InputError("--load_in_4bit needs a CUDA device, and there is none: leave it out")
         if find_spec("bitsandbytes") is None:
             raise InputError("--load_in_4bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
-        if self.lora_merge:
-            raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them later")
+
+
+def _read_entries(path: str) -> dict[str, Any]:
+    """Read the entries of peft's configuration in a file; raise ``InputError`` where it has others."""
+    with packages_of("text", "adapters"):
+        from peft import LoraConfig
+
+    flag = f"--lora_config {path}"
+    check_file("--lora_config", path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = yaml.safe_load(file.read(MAX_LETTERS))  # which reads JSON, too
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InputError(f"{flag} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(entries, dict):
+        raise InputError(f"{flag} must hold lines like `lora_alpha: 16`")
+    known = {one.name for one in fields(LoraConfig)}
+    for name in entries:
+        if name in NOT_TAKEN:
+            raise InputError(f"{flag}: {name} is not for this file ({NOT_TAKEN[name]}): take it out")
+        if name not in known:
+            raise InputError(f"{flag}: {name} is no entry of peft's LoraConfig: correct it, or take it out")
+    return entries
 
 
 def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
@@ -150,38 +147,34 @@ def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
     if flags._adapter is not None:
         source = f"--model_name_or_path {flags._adapter}"
         return load_adapters(model, flags._adapter, task_type=task_type, source=source)
-    copied = [*copied_modules(model, task_type), *_named_modules(model, flags.lora_modules_to_save)]
+    entries = DEFAULTS | (flags.lora_entries or {})
+    copied = [*copied_modules(model, task_type), *_named_modules(model, entries.pop("modules_to_save", None) or ())]
     take_whole(model, copied)
+    targets = entries.pop("target_modules", None) or _targets(model, task_type, copied)
+    source = "--lora" if flags.lora_config is None else f"--lora_config {flags.lora_config}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name
             config = LoraConfig(
                 r=flags.lora_rank,
-                lora_alpha=flags.lora_alpha,
-                lora_dropout=flags.lora_dropout,
-                target_modules=_targets(model, flags, task_type, copied),
-                exclude_modules=_linear_routers(model) or None,
-                use_rslora=flags.use_rslora,
-                use_dora=flags.use_dora,
+                target_modules=targets,
                 task_type=task_type,
                 modules_to_save=copied or None,
                 fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+                **{"exclude_modules": _linear_routers(model) or None, **entries},
             )
             return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        asked = " ".join(flags.lora_target_modules)
-        if "groups" in str(error):
-            raise InputError(f"--lora_target_modules {asked}: {first_line(error)}: name other layers") from error
+        if "groups" in str(error) or "odules" not in str(error):
+            raise InputError(f"{source}: {first_line(error)}: change the file") from error
         found = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _adaptable(model, set()))) or "none"
-        raise InputError(
-            f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
-        ) from error
+        raise InputError(f"{source}: no such layers in this model (linear ones: {found})") from error
+    except (TypeError, AttributeError) as error:  # of entries of a wrong kind
+        raise InputError(f"{source}: {first_line(error)}: change the file") from error
 
 
-def _targets(model: nn.Module, flags: LoraArguments, task_type: str | None, copied: Sequence[str]) -> list[str] | str:
+def _targets(model: nn.Module, task_type: str | None, copied: Sequence[str]) -> list[str] | str:
     """Name the layers to adapt as peft takes them; of images, whose heads peft does not know, one by one."""
-    if flags.lora_target_modules != ["all-linear"]:
-        return flags.lora_target_modules
     if task_type is not None:
         return "all-linear"
     return [*_adaptable(model, {weight for name in copied for weight in model.get_submodule(name).parameters()})]
@@ -195,15 +188,17 @@ def _adaptable(model: nn.Module, whole: set[nn.Parameter]) -> dict[str, Any]:
 
 
 def _named_modules(model: nn.Module, endings: Sequence[str]) -> list[str]:
-    """Name the modules of ``--lora_modules_to_save``; one that shares a weight is refused, as a copy would not."""
+    """Name the modules to save beside the adapters; one that shares a weight is refused, as a copy would not."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     found: list[str] = []
     for ending in endings:
         names = [name for name, _ in model.named_modules() if name == ending or name.endswith(f".{ending}")]
         if not names:
-            raise InputError(f"--lora_modules_to_save {ending}: no module of this {type(model).__name__} ends so")
+            raise InputError(
+                f"--lora_config: modules_to_save: no module of this {type(model).__name__} ends in {ending}"
+            )
         if any(uses[parameter] > 1 for name in names for parameter in model.get_submodule(name).parameters()):
-            raise InputError(f"--lora_modules_to_save {ending}: another module has its weight, too: leave it out")
+            raise InputError(f"--lora_config: modules_to_save: another module has the weight of {ending}: take it out")
         found += names
     return found
 
@@ -345,65 +340,3 @@ def added_by_lora(model: nn.Module, rank: int, *, is_classifier: bool) -> list[T
     head = outside_the_backbone(model) if is_classifier else set()
     sizes = [(one.weight[0].numel(), len(one.weight)) for one in _adaptable(model, head).values()]
     return [*head, *(torch.empty(rank, side, device="meta") for sides in sizes for side in sides)]
-
-
-def merged(model: nn.Module) -> nn.Module:
-    """Return the model without adapters, their updates added to its weights."""
-    with torch.no_grad():
-        return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]
-
-
-def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
-    """Raise ``InputError`` where merged adapters would make another model: NOTE [ another model ]."""
-    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    weights = {name: id(weight) for name, weight in _adapted_weights(model).items()}
-    count = Counter(weights.values())
-    shared = [name for name, weight in weights.items() if count[weight] > 1]
-    if shared:
-        raise _refusal(model, f"{shared[0]} and {shared[1]} share a weight")
-    if grouped := [name for name, one in adapted.items() if getattr(one.get_base_layer(), "groups", 1) > 1]:
-        raise InputError(f"--lora_merge: peft does not merge {grouped[0]}, a convolution in groups: leave it out")
-    reads = _ReadsPastAdapters({weight: name for name, weight in weights.items()})
-    hooks = [module.register_forward_pre_hook(reads.enter) for module in adapted.values()]
-    hooks += [module.register_forward_hook(reads.leave) for module in adapted.values()]
-    try:
-        with torch.no_grad(), reads:
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name in reads.found:
-        module = adapted[name]
-        if module in reads.ran or any(module.get_delta_weight(one).any() for one in module.active_adapters):
-            raise _refusal(model, f"it takes the weight of {name} past its adapter, too")
-
-
-def _refusal(model: nn.Module, why: str) -> InputError:
-    name = type(model).__name__
-    return InputError(f"--lora_merge would make another model of this {name}, as {why}: leave it out to save adapters")
-
-
-class _ReadsPastAdapters(TorchFunctionMode):
-    """Finds the layers whose weights, named by their identities, are computed with while no adapter runs."""
-
-    def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
-        self.names = names
-        self.found: list[str] = []
-        self.ran: set[nn.Module] = set()
-        self._depth = 0
-
-    def enter(self, adapted: nn.Module, *_: Any) -> None:
-        self.ran.add(adapted)
-        self._depth += 1
-
-    def leave(self, *_: Any) -> None:
-        self._depth -= 1
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self._depth and any(isinstance(one, Tensor) for one in tree_leaves(out)):  # no question of its dtype
-            self.found += [self.names[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self.names]
-        return out

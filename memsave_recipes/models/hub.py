@@ -1,34 +1,26 @@
 """The Hub is asked once: where it does not answer, names come from the cache, or end at once in one line.
 
-``push`` uploads a folder to it.
-
 ``huggingface_hub`` asks for every file up to six times, with pauses: 23 s a file where nothing listens, and more than
 six minutes where a server never answers (2.4, measured). So one request decides whether the process goes offline.
 """
 
 import logging
 import os
-import shlex
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_session, get_token, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 
 from memsave_recipes.core.errors import InputError, packages_of
-from memsave_recipes.core.text import first_line, printable
+from memsave_recipes.core.text import first_line
 
 with packages_of("vision,text", "names on the Hub"):
     import datasets
 
 ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))  # that library's variable for slow networks
-PAUSES_S = (0, 2, 10, 60)
-"""Before the tries of an upload, each of which retries its own requests."""
-TOO_MANY_REQUESTS = 429
-MAX_MESSAGE = 500  # characters of a server's message
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
@@ -93,48 +85,6 @@ def reason(error: BaseException) -> str:
     while isinstance(error, datasets.exceptions.DatasetGenerationError | StrictDataclassError) and error.__cause__:
         error = error.__cause__  # it says itself only that there was one
     return first_line(error)
-
-
-def check_push(name: str) -> None:
-    """Refuse to upload to ``name`` without a login, or offline; asks nobody.
-
-    Raises:
-        InputError: there is no token, or ``HF_HUB_OFFLINE`` is set.
-    """
-    if constants.is_offline_mode():
-        raise InputError(f"--push_to_hub {name}: HF_HUB_OFFLINE is set: unset it, or leave the flag out")
-    if get_token() is None:
-        raise InputError(f"--push_to_hub {name} needs a token: log in by `hf auth login`, or set HF_TOKEN")
-
-
-def push(name: str, folder: Path, *, private: bool) -> str:
-    """Upload ``folder`` to the repository ``name``, which is made where there is none; a failure raises nothing.
-
-    Returns:
-        A line with its address; or why it is not there, and the command that uploads it.
-    """
-    constants.HF_HUB_OFFLINE = False  # a Hub that was silent when the run began may be back
-    why = ""
-    for pause_s in PAUSES_S:
-        time.sleep(pause_s)
-        try:
-            api = HfApi()
-            repository = api.create_repo(name, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload a trained model")
-            return f"the model is on the Hub: {repository.url}"
-        except Exception as error:  # the run is done, and no error of the Hub is worth its exit code
-            why = printable(" ".join(str(error)[:MAX_MESSAGE].split()) or type(error).__name__)
-            if _is_refusal(error):
-                break
-    command = ["hf", "upload", name, str(folder), "--private" if private else "--no-private"]
-    return f"warning: --push_to_hub {name}: {why}; upload it with: {shlex.join(command)}"
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether another try would end in the same way."""
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code < 500 and error.response.status_code != TOO_MANY_REQUESTS
-    return isinstance(error, ValueError)  # of a model card, say
 
 
 def _ask(endpoint: str) -> str | None:

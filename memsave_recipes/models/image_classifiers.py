@@ -65,14 +65,12 @@ class ImageModelArguments(TransformerArguments):
         if self.model is None and self.weights is not None:
             raise InputError("--weights are for --model: leave them out")
         is_ours = self.model is not None or self.saved_convnet is not None
-        if is_ours and (self.dropout is not None or self.attn_implementation is not None):
-            raise InputError("--dropout and --attn_implementation are for models of transformers: leave them out")
+        if is_ours and self.attn_implementation is not None:
+            raise InputError("--attn_implementation is for models of transformers: leave it out")
         if self.adapter is not None and adapter_config(self.adapter).get("task_type") is not None:
             raise InputError(f"--model_name_or_path {self.adapter} holds adapters of a language model: take another")
         if is_ours and getattr(self, "lora", False):
             raise InputError("--lora adapts models of transformers: leave it out, or take --freeze_backbone")
-        if getattr(self, "load_in_4bit", False):
-            raise InputError("--load_in_4bit packs the layers of language models: leave it out")
         self.check_transformer()
 
     @property
@@ -153,8 +151,8 @@ def train_part_of_images(model: nn.Module, flags: ClassifierTrainingArguments, i
         check_image_size(image_size, model)
     except AttributeError as error:  # MobileNet pads by the stride of its convolutions
         raise InputError(
-            f"--lora: {type(model).__name__} reads what peft's layers lack ({first_line(error)}): take "
-            "--train_last_blocks, or other --lora_target_modules"
+            f"--lora: {type(model).__name__} reads what peft's layers lack ({first_line(error)}): name other "
+            "target_modules in a --lora_config"
         ) from error
     return adapted
 

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsave_recipes.core.activations import plan_blocks
-from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
@@ -29,11 +28,8 @@ class LanguageModelArguments(TransformerArguments):
             "help": "full; chunked, which never holds all logits, chunked:TOKENS, liger; auto: chunks if they pay"
         },
     )
-    dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
-    prompt: str | None = field(default=None, metadata={"help": "text to continue at the end; default: a held-out one"})
-    packed_attention: PackedAttention = field(
-        default="auto", metadata={"help": "packed rows: document (each by itself) or mask; auto: document if equal"}
-    )
+    dropout: float | None = 0.0  # the same loss in every layout
+    packed_attention: PackedAttention = "auto"  # document (each by itself) if it is equal, else mask
 
     def check_transformer(self) -> None:
         """Check the loss, too."""
@@ -95,8 +91,6 @@ def attend(model: PreTrainedModel, args: Any, group: SequenceGroup | None = None
         group.adopt(model, compiles=_compiles(model, args))
         return group.line
     if not args.packing or args.one_row:
-        if args.packed_attention == "document":
-            raise InputError("--packed_attention document is for rows packed without flash attention: leave it out")
         return None
     return set_packed_attention(model, args.packed_attention, compiles=_compiles(model, args))[1]
 

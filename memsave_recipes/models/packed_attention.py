@@ -108,7 +108,7 @@ def _attend(
     """Attend in whole rows, from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D)."""
     if is_compiling():
         if dropout:
-            raise ValueError("dropout in attention by document cannot be compiled: pass --packed_attention mask")
+            raise ValueError("dropout in attention by document cannot be compiled: take masks")
         ends = None if lengths is None else lengths.ends  # type: ignore[attr-defined]
         attended: Tensor = _attended_and_sums(query, key, value, ends, scale, sliding_window)[0]
         return attended
@@ -456,7 +456,7 @@ def set_packed_attention(
     Raises ``InputError`` where it cannot attend by document as wanted.
     """
     if wanted == "mask":
-        reason: str | None = "as told"
+        reason: str | None = "as this run began"
     else:
         reason = "its layers are compiled, with dropout" if compiles and drops(model) else attend_by_document(model)
     if reason is None:
@@ -464,9 +464,7 @@ def set_packed_attention(
             setattr(model, NEVER_COMPILED, True)
         return "document", "packed rows: attention by document, without masks"
     if wanted == "document":
-        raise InputError(
-            f"--packed_attention document: the model cannot, because {reason}: pass --packed_attention mask"
-        )
+        raise InputError(f"the model cannot attend by document, because {reason}: take masks")
     return "mask", f"packed rows: attention with masks ({reason})"
 
 

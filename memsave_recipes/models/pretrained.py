@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -61,13 +61,18 @@ BASE_DIGEST = "base_digest.json"
 PIECES, PIECE_BYTES = 64, 4096  # of each of them, evenly spaced
 LABELS = "id2label.json"
 MOST_NAMED = 3  # tensors in a line
+VOCAB_SIZE = 8192
 LOGGER = logging.getLogger(__name__)
 Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 
 
 @dataclass(kw_only=True)
 class TransformerArguments:
-    """The model of transformers and its attention."""
+    """The model of transformers and its attention.
+
+    Attributes:
+        dropout: probability in all layers that ``--config_overrides`` does not set; by default the model's.
+    """
 
     model_name_or_path: str | None = option(
         None, "folder or Hub id of a transformers model to fine-tune, or folder of its LoRA adapters"
@@ -75,10 +80,6 @@ class TransformerArguments:
     model_type: str | None = option(None, "type of a transformers model to train from scratch, such as gpt2")
     config_overrides: str | None = option(
         None, 'entries of the configuration of --model_type, such as "n_layer=4,n_head=4"'
-    )
-    dropout: float | None = option(
-        None,
-        "dropout probability of all layers; with 0 the loss does not depend on the batch layout; default: the model's",
     )
     attn_implementation: str | None = option(
         None, "attention kernel: eager, sdpa, flash_attention_2, ...; default: transformers' choice"
@@ -89,6 +90,7 @@ class TransformerArguments:
         "auto: run each GELU and RMSNorm that the model writes in Python as one operator of torch, if results are the "
         "same within rounding; none: leave the model as it is",
     )
+    dropout: float | None = None
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_type is None):
@@ -96,11 +98,16 @@ class TransformerArguments:
         self.check_transformer()
 
     def check_transformer(self) -> None:
-        """Raise ``InputError`` where flags contradict each other, or the dropout is impossible."""
+        """Raise ``InputError`` where flags contradict each other."""
         if self.config_overrides is not None and self.model_type is None:
             raise InputError("--config_overrides is for a model from scratch: give it with --model_type")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise InputError(f"--dropout {self.dropout}: must be in [0, 1)")
+
+    @property
+    def vocab_size(self) -> int:
+        """Most tokens of a tokenizer that is trained for the model, as ``--config_overrides`` says."""
+        entries = dict(entry.partition("=")[::2] for entry in (self.config_overrides or "").split(","))
+        size = entries.get("vocab_size", "")
+        return int(size) if size.isascii() and size.isdigit() else VOCAB_SIZE
 
     @property
     def name(self) -> str:
@@ -283,7 +290,7 @@ def build_transformer(
 def _freezes(flags: TransformerArguments) -> bool:
     """Tell whether a model whose files are here is frozen in part, so that it matters which weights these lack."""
     files = [Path(flags.base_name_or_path or "", name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
-    asked = any(getattr(flags, name, None) for name in ("lora", "freeze_backbone", "train_last_blocks"))
+    asked = any(getattr(flags, name, None) for name in ("lora", "freeze_backbone"))
     return asked and any(file.is_file() for file in files)
 
 
@@ -402,6 +409,7 @@ def _configuration(flags: TransformerArguments, config_changes: dict[str, Any]) 
 def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
     config_changes = _sides_of_an_image(str(flags.model_type), config_changes)
     config: PreTrainedConfig = AutoConfig.for_model(str(flags.model_type), **config_changes)
+    overrides: dict[str, Any] = {}
     if flags.config_overrides is not None:
         # Gemma 4 otherwise refuses to read an entry that layers may override.
         config.allow_global_per_layer_attribute_access = True
@@ -412,7 +420,7 @@ def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, 
         overrides = {name: getattr(config, name) for name in names}
         _check_overrides(overrides, config_changes)
         config = AutoConfig.for_model(str(flags.model_type), **config_changes | overrides)
-    _set_dropout(config, flags.dropout)
+    _set_dropout(config, flags.dropout, but=overrides)
     _drop_padding_outside_the_vocabulary(config)
     config.architectures = config.architectures or []  # transformers chooses by it between two classes (DeiT, LeViT)
     return config
@@ -557,12 +565,13 @@ def open_image_processor(name_or_path: str | Path, *, trust_remote_code: bool) -
         return of_pil.from_pretrained(name_or_path)
 
 
-def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:
-    """Set all dropouts: transformers has a name for each, and no two models share all of them."""
+def _set_dropout(config: PreTrainedConfig, probability: float | None, but: Collection[str] = ()) -> None:
+    """Set all dropouts ``but`` some: transformers has a name for each, and no two models share all of them."""
     if probability is None:
         return
     for name, value in config.to_dict().items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, int | float) and not isinstance(value, bool):
+        is_rate = isinstance(value, int | float) and not isinstance(value, bool) and name not in but
+        if ("dropout" in name or "pdrop" in name) and is_rate:
             setattr(config, name, probability)
 
 

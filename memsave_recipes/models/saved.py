@@ -6,8 +6,8 @@ NOTE [ files of final/ ]
 2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnets.py``, and an image processor.
 3. *Adapters* have peft's layout and the tokenizer or image processor. A ``config.json`` would make transformers take
    the folder for a whole model, so the names of the classes, and what labels are, stand in ``id2label.json``.
-4. *Images* are resized and normalised by ``BitImageProcessor``, which can both squash and crop. Its PIL backend gives
-   the pixels of training, up to rounding of the normalisation; its torchvision backend rounds resized pixels otherwise.
+4. *Images* are resized and normalised by ``BitImageProcessor``. Its PIL backend gives the pixels of training, up to
+   rounding of the normalisation; its torchvision backend rounds resized pixels otherwise.
 """
 
 import json
@@ -130,7 +130,6 @@ def save_image_classifier(
     label_names: tuple[str, ...],
     dtype: torch.dtype,
     image_size: int,
-    resize_mode: str,
     mean: Sequence[float],
     std: Sequence[float],
     bgr: bool = False,
@@ -141,16 +140,15 @@ def save_image_classifier(
 
     Args:
         architecture: the name of our model; ``None`` for one of transformers, which writes its own configuration.
-        resize_mode: ``squash`` to (S, S); or ``crop``: the shorter side to S, then (S, S) from the middle.
         mean, std: of each channel, for values from 0 to 1.
         bgr: whether the channels are in this order, with a mean of 0 and one deviation.
     """
-    square, crops = {"height": image_size, "width": image_size}, resize_mode == "crop"
+    square = {"height": image_size, "width": image_size}
     own: dict[str, Any] = {} if grey_bits is None else {GREY_BITS: grey_bits}
     values = {"rescale_factor": 1 / (255 * std[0])} if bgr else {"image_mean": list(mean), "image_std": list(std)}
     (MobileViTImageProcessorPil if bgr else BitImageProcessorPil)(
-        size={"shortest_edge": image_size} if crops else square,
-        do_center_crop=crops,
+        size={"shortest_edge": image_size},
+        do_center_crop=True,
         crop_size=square,
         resample=BILINEAR,
         **values,

@@ -58,7 +58,7 @@ NAMES = ("project", "run_name", "tags")
 """The flags that name a run in dashboards."""
 OF_THE_END = (
     *("max_steps", "num_epochs", "early_stopping_patience", "early_stopping_threshold", "metric_for_best_model"),
-    *("load_best_model_at_end", "lora_merge"),
+    "load_best_model_at_end",
 )
 """Flags that may change on resume, and change what is in ``final/``."""
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
@@ -69,7 +69,7 @@ def check_room(folder: Path, train_state: TrainState, flags: dict[str, Any]) -> 
     check_space(
         folder,
         train_state.num_bytes_in_the_end(flags["optimizer"], flags["momentum"])
-        + train_state.num_bytes_of_weights(merged=bool(flags.get("lora_merge") or flags.get("model_type"))),
+        + train_state.num_bytes_of_weights(whole=flags.get("model_type") is not None),
         f"{FINAL}/ and the checkpoint before it take",
         freed_bytes=sum(_num_bytes(folder / name) for name in OURS) if flags["overwrite"] else 0,
     )

@@ -6,14 +6,12 @@
    prepared it.
 3. ``begin`` proves the plan with ``--verify``, restores the newest checkpoint or clears the folder, and makes a
    ``TrainingRun``. Its ``finish`` writes ``final/`` and ``results.json``; the end of ``open`` prints the summary,
-   closes the trackers and uploads ``final/``.
+   closes the trackers.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,11 @@ from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.data.fingerprint import Fingerprint
-from memsave_recipes.models.hub import check_push, push
 from memsave_recipes.run.building import Built, Prepared
-from memsave_recipes.run.failures import RunIsDone, describe_early_end
+from memsave_recipes.run.failures import describe_early_end
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
     CONFIG,
-    FINAL,
     check_not_done,
     check_run_folder,
     print_lines,
@@ -56,7 +52,6 @@ from memsave_recipes.training.checkpoints.resume import (
 from memsave_recipes.training.launch.distributed import (
     main_process_first,
     missing_ranks_end_the_run,
-    on_main_process,
     require_same,
 )
 from memsave_recipes.training.launch.launched_shard import launched_shard
@@ -113,7 +108,7 @@ class Run:
         with ExitStack() as stack:
             args = _with_shard(args, stack.enter_context(launched_shard()))
             if args.resume:
-                _end_if_done(path, args)
+                check_not_done(path, args)
             earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
             notices = list(filter(None, [describe_no_gpu()]))
             if earlier:
@@ -135,20 +130,16 @@ class Run:
             except (Exception, StoppedBySignal) as error:
                 run._tell_of(error)
                 raise
-            run._push()
 
     def join(self, accelerator: Accelerator) -> Any:
         """Take the folder for the ranks of ``accelerator``, and seed; return the flags of this life of the run.
 
         Raises:
-            InputError: the folder is in use, ranks have other versions, the launch is not the one of the flags, or
-                nobody is logged in for ``--push_to_hub``.
+            InputError: the folder is in use, ranks have other versions, or the launch is not the one of the flags.
         """
         self.accelerator, args, earlier = accelerator, self.args, self.earlier
         require_same(accelerator, installed_versions(), "install the same versions on every machine")
         self.notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
-        if args.push_to_hub is not None:
-            on_main_process(accelerator, partial(check_push, args.push_to_hub))
         lock = self._lock.enter_context(locked_run_folder(accelerator, self.path))
         self._signals.enter_context(missing_ranks_end_the_run(self.limit_s))
         signals = self._signals.enter_context(StopSignals(self.limit_s))
@@ -262,32 +253,6 @@ class Run:
         elif self.accelerator.is_main_process:
             show(compare([read_run(self.path)]))
         finish_trackers(self.accelerator, results)
-
-    def _push(self) -> None:
-        """Upload the model of a run that is done; the other ranks have ended, as this may take any time."""
-        is_done = self.training is not None and self.training.results
-        if is_done and self.accelerator.is_main_process:
-            _upload(self.path, self.args)
-
-
-def _upload(folder: Path, args: Any) -> None:
-    if args.push_to_hub is not None:
-        print(push(args.push_to_hub, folder / FINAL, private=args.hub_private_repo), flush=True)
-
-
-def _end_if_done(folder: Path, args: Any) -> None:
-    """End a run that is done already, as of a job that is queued again; first repeat the upload, which may have failed.
-
-    Raises as ``check_not_done``, and ``InputError`` where nobody is logged in for the upload.
-    """
-    try:
-        check_not_done(folder, args)
-    except RunIsDone:
-        if args.push_to_hub is not None:
-            check_push(args.push_to_hub)
-        if os.environ.get("RANK", "0") == "0":
-            _upload(folder, args)
-        raise
 
 
 def _with_resume(args: Any) -> Any:

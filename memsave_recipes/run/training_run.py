@@ -254,7 +254,7 @@ class TrainingRun:
     ) -> dict[str, Any]:
         """Take the plan off, write ``final/`` and ``results.json``, and return the content of the latter.
 
-        With ``--eval_only`` there is no ``final/``, as the model is as it was; unless adapters were merged into it.
+        With ``--eval_only`` there is no ``final/``, as the model is as it was.
 
         Args:
             saved: the model whose weights are written.
@@ -278,7 +278,7 @@ class TrainingRun:
             "eval": {**scalars_of(self._report.evaluated), **(evaluated or {})},
             **figures_of_classes,
         }
-        if not self.args.eval_only or self.run.flags.get("lora_merge"):
+        if not self.args.eval_only:
             card = partial(
                 write_model_card,
                 model=saved,

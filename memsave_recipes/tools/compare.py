@@ -40,7 +40,7 @@ MAX_LETTERS = 16 * MIB  # of a file of one object, or a row of the history; they
 # By trait, the keys of results.json or config.json that record it.
 TRAITS: dict[str, tuple[str, ...]] = {
     "model": ("model", "model_type", "model_name_or_path", "config_overrides"),
-    "data": ("dataset", "dataset_config_name", "data_dir", "train_file", "mix_weights", "augmentation"),
+    "data": ("dataset", "dataset_config_name", "data_dir", "train_file", "augmentation"),
     "input size": ("image_size", "block_size", "max_length"),
     "global batch": ("global_batch_size",),
     "dtype": ("dtype",),
@@ -68,7 +68,6 @@ OF_THE_LOSS_ALONE = {"steps", "seed"}
 # Flags without an influence on training, which no list of differences names.
 INCIDENTAL_FLAGS = {
     *("output_dir", "overwrite", "report_to", "project", "run_name", "tags", "resume", "verify"),
-    *("push_to_hub", "hub_private_repo"),
 }
 DERIVED_FROM_FLAGS = ("plan.", "geometry.")  # and shown in the table
 # Metrics of an evaluation; a terminal shows the first of them that was recorded.

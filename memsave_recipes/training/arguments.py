@@ -7,8 +7,6 @@ from math import isfinite
 from typing import Any, Final, Literal
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from memsave_recipes.core.errors import InputError, option, require
 from memsave_recipes.core.plans import BUDGET_WORDS
@@ -102,10 +100,6 @@ class RunArguments(TrackerArguments, ExactSettings):
 
     output_dir: str = field(metadata={"help": "folder for everything that the run writes"})
     overwrite: bool = option(False, "delete the run that --output_dir holds")
-    push_to_hub: str | None = option(
-        None, "upload final/ to this repository of the Hub at the end: NAME or OWNER/NAME; needs a login"
-    )
-    hub_private_repo: bool = option(True, "make a new repository of --push_to_hub private")
     global_batch_size: int = option(64, "samples of one optimizer step, over all ranks and accumulation steps")
     micro_batch_size: int | str | None = option(
         None,
@@ -197,7 +191,6 @@ class RunArguments(TrackerArguments, ExactSettings):
         self._check_compile()
         if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
-        self._check_push()
         self._check_budget()
         self.check_flags()
         self._check_shards()
@@ -239,17 +232,6 @@ class RunArguments(TrackerArguments, ExactSettings):
         may_round = self.verify == "off" and not self.full_determinism and not is_estimated
         if word == AUTO and refused is None and may_round and strategy in COMPILED_AS:
             self.compile = AUTO
-
-    def _check_push(self) -> None:
-        """``--push_to_hub`` names a repository, and goes with a training."""
-        if self.push_to_hub is None:
-            return
-        if self.eval_only:
-            raise InputError("--eval_only trains nothing, so --push_to_hub has nothing to upload: leave it out")
-        try:
-            validate_repo_id(self.push_to_hub)
-        except HFValidationError as error:
-            raise InputError(f"--push_to_hub {self.push_to_hub}: not the name of a repository: {error}") from error
 
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
@@ -331,11 +313,6 @@ class CheckpointArguments:
         require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "at least 0")
         self.save_best = self.save_best or self.load_best_model_at_end
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_").removeprefix("eval/")
-        if self.load_best_model_at_end and getattr(self, "lora_merge", False):
-            raise InputError(
-                "--load_best_model_at_end with --lora_merge: the best weights are adapters: merge them afterwards with "
-                "--model_name_or_path FOLDER --lora_merge --eval_only"
-            )
 
 
 @dataclass(kw_only=True)
@@ -461,14 +438,13 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
     def _check_parts_of_shards(self) -> None:
         """``--shard`` goes without what a recipe or an optimizer does to whole weights."""
         flags = vars(self)
+        entries = flags.get("lora_entries") or {}
         reasons = {
             "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
             "--stream_weights keeps whole weights on the host": flags.get("stream_weights", "none") != "none",
-            "--use_dora measures the rows of whole weights": bool(flags.get("use_dora")),
-            "--lora_merge adds to whole weights: merge afterwards with --model_name_or_path FOLDER --lora_merge "
-            "--eval_only": bool(flags.get("lora_merge")),
+            "use_dora of --lora_config measures the rows of whole weights": bool(entries.get("use_dora")),
         }
         self._refuse_beside_shards(reasons)
 

@@ -25,11 +25,20 @@ SCALARS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestam
 MAX_LETTERS, MAX_LEVELS = 65_536, 10
 """Of a preset: more than anyone writes by hand, and read in a second."""
 PRECISION = "the precision is set before the script: accelerate launch --mixed_precision {} recipes/..."
+ENTRY = "it is an entry of the file of --lora_config"
 ELSEWHERE = {
     "bf16": PRECISION.format("bf16"),
     "fp16": PRECISION.format("fp16"),
     "torch_compile": "--compile compiles its layers",
-    "hub_model_id": "--push_to_hub takes the name",
+    "push_to_hub": "upload final/ at the end: hf upload NAME OUTPUT_DIR/final",
+    "hub_model_id": "upload final/ at the end: hf upload NAME OUTPUT_DIR/final",
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "use_rslora", "use_dora"), ENTRY),
+    **dict.fromkeys(("lora_target_modules", "lora_modules_to_save"), ENTRY + ", without its lora_"),
+    "lora_merge": "merge afterwards by peft: docs/export.md",
+    "dropout": "give the model's own entries to --config_overrides, such as attn_pdrop=0.1",
+    "vocab_size": "it is an entry of --config_overrides",
+    "max_eval_samples": "all held-out rows are evaluated: give fewer as --validation_file",
+    "text_pair_column": "--text_column takes both columns",
     "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
 }
 """Flags that people know from other programs, and their counterpart here."""
@@ -41,12 +50,10 @@ FIRST = (
 """The flags that most people need, in the order of ``--help``."""
 SELDOM = {
     *("gradient_checkpointing", "sync_batchnorm", "batchnorm", "reduce_gradients", "full_determinism"),
-    *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "lora_dropout", "data_changed_ok"),
-    *("lora_modules_to_save", "use_rslora", "use_dora"),
-    *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum", "train_on_prompt"),
-    *("problem_type", "hub_private_repo", "adam_epsilon", "early_stopping_threshold"),
-    *("mix_weights", "text_pair_column", "nested_classes", "skip_broken_images", "validation_fraction"),
-    *("show_labels", "sequence_parallel"),
+    *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "data_changed_ok"),
+    *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum"),
+    *("adam_epsilon", "early_stopping_threshold"),
+    "sequence_parallel",
 }
 METAVARS = {string_to_bool: "yes|no", int: "N", float: "X"}
 """Of the values of a flag in ``--help``, by its type; the others are named after the flag."""
@@ -141,15 +148,16 @@ class _RecipeParser(HfArgumentParser):
     """An argument parser whose ``--help`` begins with ``FIRST`` and ends with ``SELDOM``; complaints are one line.
 
     Between them is one group of flags a dataclass. A flag belongs to the class that first declares it, whichever
-    subclass changes its default.
+    subclass changes its default. A field without help is none.
     """
 
     def _add_dataclass_arguments(self, dtype: type) -> None:
         groups: dict[str, Any] = {}
-        hints, by_name = get_type_hints(dtype), {field.name: field for field in fields(dtype) if field.init}
+        hints, by_name = get_type_hints(dtype), {one.name: one for one in fields(dtype) if one.init and one.metadata}
         first = {name: "What to set first" for name in FIRST if name in by_name}
         others = {name: _title(dtype, name) for name in by_name if name not in first and name not in SELDOM}
         seldom = {name: "Seldom used" for name in by_name if name in SELDOM}
+        self.set_defaults(**{one.name: one.default for one in fields(dtype) if one.init and not one.metadata})
         for name, title in (first | others | seldom).items():
             if title not in groups:
                 groups[title] = self.add_argument_group(title)

@@ -163,7 +163,7 @@ def test_the_first_minutes_end_in_time(load):
 
 def test_what_runs_read_is_prepared_without_a_device(load, monkeypatch):
     module, asked = load("gpu_day.first_minutes"), []
-    monkeypatch.setattr(module, "load_rows", lambda args, **named: asked.append((args.vocab_size, args.block_size)))
+    monkeypatch.setattr(module, "load_rows", lambda args, **named: asked.append((named["vocab_size"], args.block_size)))
     day, size = load("gpu_day.__main__"), load("gpu_day.machine").size_of("cpu")
     module.prepare([make(size) for make in day.STEPS.values()])
     assert (512, 128) in asked

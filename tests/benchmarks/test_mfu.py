@@ -83,7 +83,7 @@ import mfu
 mfu.peer_figures = partial(mfu.peer_figures, compiler=lambda model: model)  # nothing compiles for the stand-in
 mfu.torch.compiler.reset = lambda: None  # nor has it CUDA graphs
 sizes = (("n_layer", 2), ("n_embd", 32), ("n_head", 2), ("vocab_size", 512))
-work = replace(mfu.WORKS[0], flags="--block_size 32 --dropout 0", samples=2, micro_batches=2, config=sizes)
+work = replace(mfu.WORKS[0], flags="--block_size 32", samples=2, micro_batches=2, config=sizes)
 images = replace(mfu.WORKS[-2], flags="--image_size 32", samples=2, micro_batches=2, config=(
     ("hidden_size", 16), ("intermediate_size", 32), ("num_hidden_layers", 2), ("num_attention_heads", 2),
     ("image_size", 32),

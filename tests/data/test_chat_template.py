@@ -454,11 +454,8 @@ def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer):
         tokenize_conversations(rows, with_template(tokenizer, "ChatML", marked=False))
     rows = rows.select([0])
     replies = tokenize_conversations(rows, tokenizer)
-    everything = tokenize_conversations(rows, tokenizer, train_on_prompt=True)
     assert replies.num_bytes == len("Nobody.")
-    assert everything.num_bytes == len("Who?Nobody.")
-    assert 0 < replies.num_tokens < everything.num_tokens == everything.lengths.sum()
-    assert replies.piece_digests[0] != everything.piece_digests[0]
+    assert 0 < replies.num_tokens < replies.lengths.sum()
     assert replies.num_dropped == 0
     assert replies.samples("training chats").name_of(0) == "conversation 1 of the training chats"
     assert (
@@ -480,9 +477,9 @@ def test_reasoning_that_is_dropped_is_counted_and_not_learned(tokenizer):
 TWICE = [QUESTION, REPLY, {"role": "user", "content": "Again?"}, {"role": "assistant", "content": "Somebody."}]
 
 
-def tokenized(chat, tokenizer, **options):
+def tokenized(chat, tokenizer):
     """All that counts of a conversation, all of it, and its figures."""
-    tokens = tokenize_conversations(datasets.Dataset.from_list([as_row({"tools": None, **chat})]), tokenizer, **options)
+    tokens = tokenize_conversations(datasets.Dataset.from_list([as_row({"tools": None, **chat})]), tokenizer)
     span = np.array([[0, tokens.lengths[0]]])
     ids = tokens.read(span)
     texts = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in (ids[tokens.is_counted(span)], ids))
@@ -497,11 +494,6 @@ def test_no_token_of_a_turn_that_is_not_to_count_does(tokenizer, name, marked):
         text, _, tokens = tokenized({"messages": TWICE, "uncounted": uncounted}, tokenizer)
         assert text.replace("<think>\n\n</think>\n\n", "").strip() == words + ENDS[name]
         assert tokens.num_bytes == len(words)
-    text, _, _ = tokenized({"messages": TWICE, "uncounted": [3]}, tokenizer, train_on_prompt=True)
-    assert "Again?" in text
-    assert "Somebody." not in text
-    with pytest.raises(InputError, match="--train_on_prompt counts all tokens, and a conversation has a turn that is"):
-        tokenized({"messages": TWICE, "uncounted": [0]}, tokenizer, train_on_prompt=True)
 
 
 def test_marks_that_do_not_tell_turns_apart_are_refused(tokenizer):

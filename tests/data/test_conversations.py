@@ -84,8 +84,6 @@ def test_messages_come_before_a_text_that_no_flag_names(write):
     path = write([{"text": "once", "messages": [USER, REPLY]}])
     assert names_conversations(TextArguments(train_file=[path]))
     assert load(path).notice == "column text is not used"
-    assert not names_conversations(TextArguments(train_file=[path], text_column="text"))
-    assert names_conversations(TextArguments(train_file=[path], text_column="body"))
     assert not names_conversations(TextArguments(train_file=[write([{"text": "once"}])]))
     assert not names_conversations(TextArguments())
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import datasets
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.losses import MULTI, REGRESSION, SINGLE
+from memsave_recipes.core.losses import MULTI, REGRESSION
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 
 ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]
@@ -136,7 +137,7 @@ def test_a_part_of_a_hub_data_set_goes_with_its_name():
 
 def test_named_columns_win_over_found_ones(load):
     rows = [{"text": "a", "body": f"b{i}", "reply": f"c{i}", "label": 0, "stars": i % 3 + 8} for i in range(6)]
-    texts = load(rows, text_column="body", text_pair_column="reply", label_column="stars")
+    texts = load(rows, text_column=["body", "reply"], label_column="stars")
     assert texts.train[4] == {"text": "b4", "text_pair": "c4", "label": 1}
     assert texts.label_names == ("8", "9", "10")
 
@@ -339,8 +340,11 @@ MISTAKES = {
     "one class": ({"train": ROWS[::2]}, "texts of 1 class"),
     "no text column": ({"train": [{"txet": "a", "label": 0}]}, "--text_column"),
     "no label column": ({"train": [{"text": "a", "lable": 0}]}, "--label_column"),
-    "no such column": ({"text_column": "txet"}, "no column txet, only label, text"),
-    "no such pair column": ({"text_pair_column": "reply"}, "--text_pair_column"),
+    "no such column": ({"text_column": ["txet"]}, "no column txet, only label, text"),
+    "no such pair column": (
+        {"text_column": ["text", "reply"]},
+        "no column reply, only label, text: name it by --text_column",
+    ),
     "numbers as texts": ({"train": [{"text": 1.5, "label": 0}]}, "row 1 has no text in its column text"),
 }
 
@@ -452,8 +456,6 @@ def test_lists_in_texts_are_several_classes(tmp_path, suffix, written):
     texts = load_labelled_text(LabelledTextArguments(**flags))
     assert (texts.problem_type, texts.label_names) == (MULTI, ("a", "c", "it's"))
     assert texts.train["label"][:] == [[0, 2], [], [1]]
-    single = load_labelled_text(LabelledTextArguments(**flags, problem_type=SINGLE))
-    assert single.label_names == tuple(sorted(written))
 
 
 def test_lists_of_numbers_in_texts_are_sorted_by_value(tmp_path):
@@ -524,7 +526,7 @@ def test_a_table_alone_holds_a_part_of_each_class_out(tmp_path, suffix):
     assert (len(texts.train), len(texts.validation)) == (27, 3)
     assert sorted(texts.validation["label"]) == [0, 0, 1]
     assert not set(texts.train["text"]) & set(texts.validation["text"])
-    note = "; without a validation split, a part of each class is held out by --validation_fraction 0.1 and --seed 3"
+    note = "; without a validation split, a tenth of each class is held out by --seed 3"
     assert texts.notice.endswith(note)
     again = load_labelled_text(LabelledTextArguments(train_file=[write(tmp_path / f"b{suffix}", MANY[::-1])]), seed=3)
     assert (
@@ -532,18 +534,12 @@ def test_a_table_alone_holds_a_part_of_each_class_out(tmp_path, suffix):
         == set(texts.validation["text"])
         != set(load_labelled_text(flags).validation["text"])
     )
-    half = LabelledTextArguments(train_file=[path], validation_fraction=0.5)
-    assert len(load_labelled_text(half).validation) == 15
-    with pytest.raises(InputError, match=r"--validation_fraction 0\.5: there are validation texts"):
-        load_labelled_text(LabelledTextArguments(train_file=[path], validation_file=[path], validation_fraction=0.5))
-    with pytest.raises(InputError, match="--validation_fraction 1: must be above 0 and below 1"):
-        LabelledTextArguments(train_file=[path], validation_fraction=1)
 
 
 def test_copies_of_a_text_are_all_held_out_or_none(tmp_path):
-    flags = LabelledTextArguments(train_file=[write(tmp_path / "a.jsonl", MANY * 3)], validation_fraction=0.3)
+    flags = LabelledTextArguments(train_file=[write(tmp_path / "a.jsonl", MANY * 3)])
     texts = load_labelled_text(flags)
-    assert (len(texts.train), len(texts.validation)) == (63, 27)
+    assert (len(texts.train), len(texts.validation)) == (81, 9)
     assert not set(texts.train["text"]) & set(texts.validation["text"])
 
 
@@ -568,14 +564,13 @@ def test_fractions_are_regression(load):
         assert texts.baseline == {}
 
 
-def test_the_flag_says_what_labels_are(load):
+def test_an_evaluated_model_says_what_labels_are(load):
+    load = partial(load, model_labels=("LABEL_0",))
     rows = [{"text": f"text {at}", "label": at} for at in range(3)]
-    assert load(rows, problem_type=REGRESSION).train[:]["label"] == [0.0, 1.0, 2.0]
-    versions = [{"text": f"text {at}", "label": f"{at}.0"} for at in range(3)]
-    assert load(versions, suffix=".csv", problem_type=SINGLE).label_names == ("0.0", "1.0", "2.0")
+    assert load(rows, model_problem=REGRESSION).train[:]["label"] == [0.0, 1.0, 2.0]
     with pytest.raises(InputError, match="row 1 has the label 0, and labels are lists of words or whole numbers"):
-        load(rows, problem_type=MULTI)
+        load(rows, model_problem=MULTI)
     with pytest.raises(InputError, match="row 2 has the label many, and labels are finite numbers"):
-        load([{"text": "a", "label": "0"}, {"text": "b", "label": "many"}], problem_type=REGRESSION, suffix=".csv")
+        load([{"text": "a", "label": "0"}, {"text": "b", "label": "many"}], model_problem=REGRESSION, suffix=".csv")
     with pytest.raises(InputError, match="row 1 has the label nan"):
-        load([{"text": "a", "label": "nan"}], problem_type=REGRESSION)
+        load([{"text": "a", "label": "nan"}], model_problem=REGRESSION)

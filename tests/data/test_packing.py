@@ -399,8 +399,8 @@ def chats():
     )
 
 
-def rows_of_chats(chats, tokenizer, block_size, *, too_long="truncate", **options):
-    lengths = chats.lengths_within(block_size, too_long, "training")
+def rows_of_chats(chats, tokenizer, block_size, **options):
+    lengths = chats.lengths_within(block_size, "training")
     return rows_of_conversations(chats, lengths, tokenizer, block_size, **options)
 
 
@@ -411,9 +411,14 @@ def documents_in(row):
     return [(row["input_ids"][first:last].tolist(), row["labels"][first:last].tolist()) for first, last in spans]
 
 
-def conversation_of(chats, number, block_size):
-    tokens = chats.pieces[number]["input_ids"][:block_size].tolist()
-    counted = chats.pieces[number]["counted"][:block_size].tolist()
+def within(chats, block_size):
+    """The tokens that are kept of each conversation with a reply that fits."""
+    return {number: int(length) for number, length in enumerate(chats.lengths_within(block_size, "training")) if length}
+
+
+def conversation_of(chats, number, length):
+    tokens = chats.pieces[number]["input_ids"][:length].tolist()
+    counted = chats.pieces[number]["counted"][:length].tolist()
     labels = [token if counts else -100 for token, counts in zip(tokens, counted, strict=True)]
     return tokens, [-100, *labels[1:]]
 
@@ -425,20 +430,20 @@ def test_packed_rows_hold_whole_conversations_once(chats, tokenizer, block_size)
     assert all(values.shape == (block_size,) and values.dtype == torch.int64 for row in rows for values in row.values())
     documents = [document for row in rows for document in documents_in(row)]
     whole = [document for document in documents if set(document[1]) != {-100}]
-    kept = [number for number in range(8) if COUNTED_FROM[number] < min(LENGTHS[number], block_size)]
-    assert sorted(whole) == sorted(conversation_of(chats, number, block_size) for number in kept)
+    kept = within(chats, block_size)
+    assert sorted(whole) == sorted(conversation_of(chats, number, length) for number, length in kept.items())
     assert len(packed.spans) == len(kept)
 
 
 @pytest.mark.parametrize("block_size", [24, 100])
 def test_padded_samples_are_conversations(chats, tokenizer, block_size):
     padded = rows_of_chats(chats, tokenizer, block_size, packing=False)
-    kept = [number for number in range(8) if COUNTED_FROM[number] < min(LENGTHS[number], block_size)]
-    for number, sample in zip(kept, rows_of(padded), strict=True):
-        assert (sample["input_ids"].tolist(), sample["labels"].tolist()) == conversation_of(chats, number, block_size)
-    assert kept[padded.longest(1)[0]] == (4 if block_size == 24 else 2)
+    kept = within(chats, block_size)
+    for (number, length), sample in zip(kept.items(), rows_of(padded), strict=True):
+        assert (sample["input_ids"].tolist(), sample["labels"].tolist()) == conversation_of(chats, number, length)
+    assert [*kept][padded.longest(1)[0]] == (4 if block_size == 24 else 2)
     batch = padded.collate(rows_of(padded))
-    assert batch["attention_mask"].sum() == np.minimum(chats.lengths, block_size)[kept].sum()
+    assert batch["attention_mask"].sum() == sum(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -447,20 +452,17 @@ def test_padded_samples_are_conversations(chats, tokenizer, block_size):
 def test_what_is_too_long_ends_with_a_whole_reply_or_is_left_out(chats, tokenizer, block_size, lengths):
     expected = [lengths.get(number, min(length, block_size)) for number, length in enumerate(LENGTHS)]
     expected[3] = 0  # nothing of it counts
-    assert chats.lengths_within(block_size, "drop", "training").tolist() == expected
-    padded = rows_of_chats(chats, tokenizer, block_size, too_long="drop", packing=False)
+    assert chats.lengths_within(block_size, "training").tolist() == expected
+    padded = rows_of_chats(chats, tokenizer, block_size, packing=False)
     assert [len(sample["input_ids"]) for sample in rows_of(padded)] == [length for length in expected if length]
-    packed = rows_of_chats(chats, tokenizer, block_size, too_long="drop")
+    packed = rows_of_chats(chats, tokenizer, block_size)
     assert np.diff(packed.spans).sum() == sum(expected)
 
 
-def test_what_is_too_long_can_be_an_error(chats):
-    assert np.count_nonzero(chats.lengths_within(30, "error", "training")) == 7
-    with pytest.raises(InputError, match="--block_size 29 is too short for 1 of 8 held-out conversations"):
-        chats.lengths_within(29, "error", "held-out")
+def test_no_room_for_any_reply_is_an_error(chats):
     nothing = replace(chats, first_counted=chats.lengths)
-    with pytest.raises(InputError, match="24 has no room for a reply of any of the 8 held-out conversations"):
-        nothing.lengths_within(24, "drop", "held-out")
+    with pytest.raises(InputError, match="24 has no room for a reply of any of the 8 held-out conversations: raise it"):
+        nothing.lengths_within(24, "held-out")
 
 
 def test_best_fit_decreasing():

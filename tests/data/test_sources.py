@@ -54,7 +54,7 @@ def test_a_name_that_looks_like_a_pattern_is_the_file(folder):
 def test_a_file_is_read_once_at_its_first_place(folder):
     (folder / "link.txt").symlink_to("b.txt")
     found = find_files("--train_file", ["b.txt", f"{folder}/b.txt", "link.txt", "*.md", "a.md"], ENDINGS)
-    assert [[str(path) for path in paths] for paths in found.by_word] == [["b.txt"], [], [], ["a.md"], []]
+    assert [str(path) for path in found.files] == ["b.txt", "a.md"]
     assert found.notes("F") == ["files of F: 2 (3 named twice and read once)"]
     assert find_files("--train_file", ["a.md"], ENDINGS).notes("F") == []
 

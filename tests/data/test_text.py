@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import Counter
 from math import ceil
 
 import datasets
@@ -10,7 +9,6 @@ import huggingface_hub
 import pytest
 from refusals import line_of
 
-from memsave_recipes.core.errors import InputError
 from memsave_recipes.data import sources
 from memsave_recipes.data.text.documents import TextArguments, load_documents
 
@@ -139,13 +137,13 @@ def test_end_of_text_stands_between_the_documents_of_a_txt(tmp_path):
 
 
 def test_a_jsonl_holds_a_document_a_line(tmp_path):
-    rows = [{"body": text, "id": None} for text in ["Grüße\n", "naïve 🙂", "\u2028"[:0] + "end"]]
+    rows = [{"body": text, "id": 3} for text in ["Grüße\n", "naïve 🙂", "\u2028"[:0] + "end"]]
     path = write_jsonl(tmp_path / "a.JSONL", rows)
     with open(path, "a") as file:
         file.write("\n\n")
-    splits = load_documents(TextArguments(train_file=[path], validation_file=[path], text_column="body"))
+    splits = load_documents(TextArguments(train_file=[path], validation_file=[path]))
     assert both(splits) == (["Grüße\n", "naïve 🙂", "end"],) * 2
-    assert splits.notice is None
+    assert splits.notice == "note: column id is not used"
 
 
 def test_files_of_all_kinds_in_the_order_of_the_words(tmp_path):
@@ -190,72 +188,6 @@ def test_a_folder_is_read_again_when_one_of_its_files_changes(tmp_path):
     os.utime(folder / "b.txt", ns=(1, 1))
     texts = joined(load_documents(TextArguments(train_file=[str(folder)])))
     assert sorted(texts) == sorted([*stories(30), "new"])
-
-
-# Mixtures
-
-
-def write_sources(tmp_path, counts):
-    """A ``.jsonl`` of so many documents of 10 to 190 bytes for each letter."""
-    sizes = [10 + 20 * (number % 10) for number in range(max(counts.values()))]
-    texts = {letter: [f"{number:05}".ljust(size, letter) for number, size in enumerate(sizes)] for letter in counts}
-    return [
-        write_jsonl(tmp_path / f"{letter}.jsonl", [{"text": text} for text in texts[letter][:count]])
-        for letter, count in counts.items()
-    ]
-
-
-@pytest.mark.parametrize(("weights", "share"), [([0.7, 0.3], 0.7), ([1, 1], 0.5), ([1, 9], 0.1)])
-def test_a_mixture_has_the_bytes_of_its_sources_in_shares_of_the_weights(tmp_path, weights, share):
-    paths = write_sources(tmp_path, {"a": 300, "b": 100})
-    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}])
-    flags = TextArguments(train_file=paths, validation_file=[good], mix_weights=weights)
-    texts = load_documents(flags, seed=3).train["text"][:]
-    num_bytes = {letter: sum(len(text) for text in texts if text.endswith(letter)) for letter in "ab"}
-    assert sum(num_bytes.values()) == pytest.approx(40_000, abs=200)
-    assert num_bytes["a"] / sum(num_bytes.values()) == pytest.approx(share, abs=0.005)
-    for letter, count in (("a", 300), ("b", 100)):
-        times = Counter(text for text in texts if text.endswith(letter))
-        missing = [0] if len(times) < count else []
-        assert max(times.values()) - min([*times.values(), *missing]) <= 1
-
-
-def test_a_mixture_depends_on_the_seed_alone_and_is_told(tmp_path):
-    paths = write_sources(tmp_path, {"a": 40, "b": 40})
-    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}])
-    flags = TextArguments(train_file=paths, validation_file=[good], mix_weights=[3, 1])
-    mixed = [load_documents(flags, seed=seed) for seed in (0, 0, 1)]
-    first, again, other = (splits.train["text"][:] for splits in mixed)
-    assert first == again != other
-    counts = [sum(text.endswith(letter) for text in first) for letter in "ab"]
-    shares = [sum(len(text) for text in first if text.endswith(letter)) / sum(map(len, first)) for letter in "ab"]
-    assert mixed[0].notice == (
-        f"note: a pass takes {counts[0]} documents from {paths[0]} (of 40; {shares[0]:.1%} of the bytes), "
-        f"{counts[1]} documents from {paths[1]} (of 40; {shares[1]:.1%} of the bytes)"
-    )
-    assert {text[-1] for text in first[:20]} == {"a", "b"}
-
-
-def test_the_held_out_documents_of_a_mixture_are_never_trained_on(tmp_path):
-    for counts, is_cut in (({"a": 100, "b": 20}, False), ({"a": 6, "b": 4}, True)):
-        paths = write_sources(tmp_path, counts)
-        train, validation = both(load_documents(TextArguments(train_file=paths, mix_weights=[1, 5])))
-        assert len(validation) == (10 if is_cut else 6)
-        assert not set(train) & set(validation)
-
-
-def test_weights_that_fit_no_mixture(tmp_path):
-    paths = write_sources(tmp_path, {"a": 3, "b": 3})
-    rule = "must be as many numbers as --train_file has words (2)"
-    with pytest.raises(InputError) as caught:
-        TextArguments(train_file=paths, mix_weights=[0.5])
-    assert str(caught.value) == f"--mix_weights 0.5: {rule}"
-    for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
-        with pytest.raises(InputError, match=r"^--mix_weights 1 .*: must be above 0, each$"):
-            TextArguments(train_file=paths, mix_weights=weights)
-    with pytest.raises(InputError, match="as --train_file has words"):
-        TextArguments(mix_weights=[1])
-    assert "has no text to train on" in refusal(train_file=[paths[0]] * 2, mix_weights=[1, 1])
 
 
 # Evaluation alone
@@ -339,9 +271,9 @@ def test_a_data_set_brings_its_validation_split(tmp_path):
     root = tmp_path / "set"
     write_parquet(root / "train.parquet", [{"content": text, "stars": 3} for text in stories(3)])
     write_parquet(root / "test.parquet", [{"content": "t", "stars": 3}])
-    assert both(load_documents(TextArguments(dataset=str(root), text_column="content"))) == (stories(3), ["t"])
+    assert both(load_documents(TextArguments(dataset=str(root)))) == (stories(3), ["t"])
     write_parquet(root / "validation.parquet", [{"content": "v", "stars": 3}])
-    assert both(load_documents(TextArguments(dataset=str(root), text_column="content"))) == (stories(3), ["v"])
+    assert both(load_documents(TextArguments(dataset=str(root)))) == (stories(3), ["v"])
 
 
 def test_a_data_set_without_one_is_held_out_from(tmp_path):
@@ -426,16 +358,15 @@ def test_too_little_text_to_hold_some_out(tmp_path):
     assert "leaves no text for the train split" in refusal(train_file=[path])
 
 
+NO_COLUMN = "has no column text, nor one alone that holds text"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        (
-            "a.jsonl",
-            '\n{"b": 1, "a": 2}\n{"c": 3}',
-            "row 2 of {} has no text column 'text' (columns: a, b): name it with ",
-        ),
-        ("a.json", '[{"b": 1}]', "row 1 of {} has no text column 'text' (columns: b): name it with --text_column"),
-        ("a.csv", "a,b\n1,2", "row 1 of {} has no text column 'text' (columns: a, b): name it with --text_column"),
+        ("a.jsonl", '\n{"b": "x", "a": 2}\n{"c": "y"}', f"{{}} {NO_COLUMN} (columns: a, b, c): rename that to text"),
+        ("a.json", '[{"b": 1}]', f"{{}} {NO_COLUMN} (columns: b): rename that to text"),
+        ("a.csv", "a,b\n1,2", f"{{}} {NO_COLUMN} (columns: a, b): rename that to text"),
         ("a.csv", "text,b\n1,2\nc,3,4\n", "row 2 of {} has more values than there are columns: put double quotes"),
         ("a.csv", 'text\n"one"two\n', "{} is no CSV after line 1 ("),
         ("a.csv", 'text\n"one\n', "{} is no CSV after line 1 (unexpected end of data): check the quotes"),
@@ -463,10 +394,7 @@ def test_bytes_that_are_no_utf_8(tmp_path, name):
         ("{", "is not JSON (Expecting property name"),
         (b"\xff\xfe", "is not JSON ("),
         ("[1]", "is not a JSON object"),
-        (
-            '{"text": 3}',
-            "has a number in its column 'text', not a text: correct it, or name another column with --text",
-        ),
+        ('{"text": 3}', "has a number in its column 'text', not a text: correct or remove it"),
         ('{"text": ["a"]}', "has a list in its column 'text', not a text"),
         ('{"text": "\\ud83d"}', "holds half of a surrogate pair in 'text'"),
     ],
@@ -489,15 +417,16 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
     assert message == f"--train_file {path} cannot be read: [Errno 13] Permission denied; check file and disk"
 
 
-def test_a_parquet_without_the_column(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", [{"body": "a", "id": 1}])
-    assert refusal(train_file=[path]) == (
-        f"row 1 of --train_file {path} has no text column 'text' (columns: body, id): name it with --text_column"
-    )
-    assert refusal(train_file=[path], text_column="id") == (
-        f"row 1 of --train_file {path} has a number in its column 'id', not a text: correct it, or name another column "
-        "with --text_column"
-    )
+def test_the_only_column_of_strings_is_the_text(tmp_path):
+    rows = [{"body": text, "id": at} for at, text in enumerate(stories(40))]
+    expected = sorted(stories(40))
+    table = datasets.Dataset.from_list(rows)
+    table.to_csv(tmp_path / "a.csv", columns=["body"])
+    table.to_parquet(tmp_path / "a.parquet")
+    for path in (write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "a.csv", tmp_path / "a.parquet"):
+        assert sorted(joined(load_documents(TextArguments(train_file=[str(path)])))) == expected
+    path = write_parquet(tmp_path / "b.parquet", [{"body": "a", "name": "b"}])
+    assert refusal(train_file=[path]).startswith(f"--train_file {path} {NO_COLUMN} (columns: body, name)")
 
 
 def test_a_parquet_that_is_none(tmp_path):
@@ -515,13 +444,11 @@ def test_data_sets_that_cannot_be_used(tmp_path, stream_bytes):
     )
     assert message.endswith("; use python-stdlib or --train_file")
     root = tmp_path / "set"
-    write_parquet(root / "test.parquet", [{"body": "a", "id": 1}])
+    write_parquet(root / "test.parquet", [{"body": "a", "name": "b"}])
     assert f"--dataset {root} has no train split (found: test)" in refusal(dataset=str(root), stream_bytes=stream_bytes)
     (root / "test.parquet").rename(root / "train.parquet")
-    for column, words in (("text", "has no text column 'text' (columns: body, id)"), ("id", "in its column 'id', ")):
-        message = refusal(dataset=str(root), stream_bytes=stream_bytes, text_column=column)
-        assert message.startswith(f"--dataset {root} has")
-        assert words in message
+    message = refusal(dataset=str(root), stream_bytes=stream_bytes)
+    assert message.startswith(f"--dataset {root} {NO_COLUMN} (columns: body, name)")
 
 
 def test_a_stream_that_breaks_off(streamed, monkeypatch):

@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
 def test_digits_are_scikit_learns_split_in_the_same_way_whatever_the_seed(capfd):
     first, second = load(dataset="digits", image_size=8), load(dataset="digits", image_size=8, seed=7)
-    assert (len(first.train), len(first.validation), first.broken) == (1437, 360, ())
+    assert (len(first.train), len(first.validation)) == (1437, 360)
     assert first.label_names == tuple("0123456789")
     for split in ("train", "validation"):
         rows, others = getattr(first, split).rows, getattr(second, split).rows
@@ -205,7 +205,7 @@ def test_a_data_set_without_a_validation_split_holds_out_a_part(tmp_path):
     splits = load(dataset=name)
     assert (len(splits.train), len(splits.validation)) == (18, 2)
     assert sorted(splits.validation.rows["label"][:]) == [0, 1]
-    assert splits.held_out_by == "--validation_fraction 0.1 and --seed 0"
+    assert splits.held_out_by == "--seed 0"
     held_out = [load(dataset=name, seed=seed).validation.rows["image"][:] for seed in (0, 0, 1)]
     assert held_out[0] == held_out[1] != held_out[2]
 
@@ -288,7 +288,7 @@ def test_a_truncated_image_is_named_when_it_is_reached(folder, name):
         train[broken[0]]
     message = str(caught.value)
     assert message.startswith(f"{path} is not a readable image (")
-    assert message.endswith("): replace it, delete it, or pass --skip_broken_images")
+    assert message.endswith("): replace or delete it")
     assert "\n" not in message
     assert " at 0x" not in message
 
@@ -299,8 +299,7 @@ def test_an_image_without_a_header_is_named_when_the_data_is_loaded(folder, name
     unknown = "no image format that Pillow knows"
     reason = "Truncated File Read" if name == "header.png" else unknown
     assert refusal(data_dir=str(folder)) in [
-        f"--data_dir {folder}: 1 of 13 images cannot be read: train/dog/{name} ({why}): replace them, delete them, or "
-        "pass --skip_broken_images"
+        f"--data_dir {folder}: 1 of 13 images cannot be read: train/dog/{name} ({why}): replace or delete them"
         for why in (reason, unknown)
     ]
 
@@ -310,8 +309,6 @@ def test_the_first_ten_broken_images_are_named(folder):
         (folder / "train" / "dog" / f"broken {number:02}.jpg").write_bytes(b"no image")
     named = ", ".join(f"train/dog/broken {number:02}.jpg (no image format that Pillow knows)" for number in range(10))
     assert f"12 of 24 images cannot be read: {named} and 2 more: replace" in refusal(data_dir=str(folder))
-    notices = load(data_dir=str(folder), skip_broken_images=True).notices
-    assert notices[-1] == f"note: 12 broken images are left out: {named} and 2 more"
 
 
 def test_pixels_without_an_agreed_range_are_refused_by_the_header(folder):
@@ -319,32 +316,20 @@ def test_pixels_without_an_agreed_range_are_refused_by_the_header(folder):
     assert "train/dog/a.tiff (32-bit pixels have no agreed range)" in refusal(data_dir=str(folder))
 
 
-def test_broken_images_are_left_out_and_counted(folder):
-    for number, (name, content) in enumerate(BROKEN.items()):
-        (folder / ("train", "val")[number % 2] / "dog" / name).write_bytes(content)
-    splits = load(data_dir=str(folder), skip_broken_images=True)
-    assert len(splits.broken) == len(BROKEN)
-    assert (len(splits.train), len(splits.validation)) == (6, 6)
-    assert [splits.train[index]["index"] for index in range(6)] == list(range(6))
-
-
 def test_the_check_is_remembered_until_a_file_changes(folder, monkeypatch):
-    path = folder / "train" / "dog" / "cut.png"
-    path.write_bytes(BROKEN["cut.png"])
-    assert len(load(data_dir=str(folder), skip_broken_images=True).broken) == 1
+    load(data_dir=str(folder))
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.Image, "decode_example", lambda self, stored: pytest.fail("decoded again"))
-        assert len(load(data_dir=str(folder), skip_broken_images=True).broken) == 1
-    picture().save(path)
-    assert load(data_dir=str(folder), skip_broken_images=True).broken == ()
+        patch.setattr(Image, "open", lambda *_: pytest.fail("opened again"))
+        load(data_dir=str(folder))
+    (folder / "train" / "dog" / "0.png").write_bytes(b"no image")
+    assert "1 of 12 images cannot be read: train/dog/0.png" in refusal(data_dir=str(folder))
 
 
-def test_a_class_whose_images_are_all_broken(folder):
-    for file in (folder / "train" / "dog").iterdir():
-        file.write_bytes(b"")
-    assert "without its broken images has training images of 1 class(es)" in refusal(
-        data_dir=str(folder), skip_broken_images=True
-    )
+def test_a_broken_grey_image_of_16_bits_is_named(folder):
+    path = folder / "train" / "dog" / "grey.png"
+    Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64)).save(path)
+    path.write_bytes(path.read_bytes()[:-60])
+    assert refusal(data_dir=str(folder)) == f"--data_dir {folder}: {path} cannot be decoded: replace or delete it"
 
 
 def test_a_broken_image_without_a_path_is_named_by_its_place(tmp_path):
@@ -412,30 +397,19 @@ def test_wide_tall_and_tiny_images_are_cropped_as_transformers_crops_them():
     )
     for size in ((40, 20), (20, 40), (33, 17), (17, 33), (1, 1), (5, 3), (3, 5), (16, 16), (100, 7), (640, 479)):
         expected = processor(picture(size=size), do_normalize=False)["pixel_values"][0].transpose(1, 2, 0)
-        assert np.array_equal(np.asarray(resized(picture(size=size), 16, "crop")), expected), size
+        assert np.array_equal(np.asarray(resized(picture(size=size), 16)), expected), size
 
 
 def test_the_middle_of_a_very_long_image_is_cropped():
     stripes = np.zeros((2, 200_000, 3), dtype=np.uint8)
     stripes[:, 99_990:100_010] = 255
-    assert (np.asarray(resized(Image.fromarray(stripes), 32, "crop")) == 255).all()
-    assert (np.asarray(resized(Image.fromarray(stripes.transpose(1, 0, 2)), 32, "crop")) == 255).all()
-
-
-def test_squash_resizes_both_sides_and_digits_are_square():
-    wide = picture(size=(40, 20))
-    expected = np.asarray(wide.resize((16, 16), Image.Resampling.BILINEAR))
-    assert np.array_equal(np.asarray(resized(wide, 16, "squash")), expected)
-    crop, squash = (load(dataset="digits", image_size=32, resize_mode=mode).train for mode in ("crop", "squash"))
-    assert all(torch.equal(crop[index]["images"], squash[index]["images"]) for index in range(0, len(crop), 50))
+    assert (np.asarray(resized(Image.fromarray(stripes), 32)) == 255).all()
+    assert (np.asarray(resized(Image.fromarray(stripes.transpose(1, 0, 2)), 32)) == 255).all()
 
 
 def test_the_size_is_that_of_the_kind_of_images(folder):
-    digits = load(image_size=None).train
-    assert (digits.image_size, digits.resize_mode) == (32, "crop")
-    photographs = load(data_dir=str(folder), image_size=None, resize_mode="squash").train
-    assert (photographs.image_size, photographs.resize_mode) == (224, "squash")
-    assert photographs[0]["images"].shape == (3, 224, 224)
+    assert load(image_size=None).train.image_size == 32
+    assert load(data_dir=str(folder), image_size=None).train[0]["images"].shape == (3, 224, 224)
 
 
 # Kinds of images

@@ -12,9 +12,7 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.adapters import (
     LoraArguments,
     add_lora,
-    check_merging,
     load_adapters,
-    merged,
     without_adapters,
 )
 
@@ -26,8 +24,8 @@ def model():
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, **shape)).eval()
 
 
-def with_trained_adapters(model, **flags):
-    adapted = add_lora(model, LoraArguments(lora=True, lora_rank=2, **flags), task_type="CAUSAL_LM")
+def with_trained_adapters(model, **entries):
+    adapted = add_lora(model, LoraArguments(lora=True, lora_rank=2, lora_entries=entries), task_type="CAUSAL_LM")
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -54,7 +52,7 @@ def test_the_model_goes_on_to_work_as_it_is_named(model):
 
 def test_adapters_are_saved_in_the_layout_of_peft(model, tmp_path):
     model.save_pretrained(tmp_path / "base")
-    adapted = with_trained_adapters(model, lora_target_modules=["q_proj", "v_proj"])
+    adapted = with_trained_adapters(model, target_modules=["q_proj", "v_proj"])
     adapted.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -89,73 +87,50 @@ def test_adapters_that_the_model_takes_in_part_are_refused(model, tmp_path, edit
     assert "\n" not in str(error.value)
 
 
-def test_a_weight_that_is_also_computed_with_past_its_adapter_is_not_merged():
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tied = LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, tie_word_embeddings=True, **shape))
-    adapted = with_trained_adapters(tied, lora_target_modules=["embed_tokens", "q_proj"])
-    with pytest.raises(InputError, match=r"takes the weight of model\.embed_tokens past its adapter"):
-        check_merging(tied, lambda: adapted(TOKENS))
-
-
-@pytest.mark.parametrize("others", [["k_proj"], ["v_proj", "k_proj"]])
-def test_a_weight_with_several_adapters_is_not_merged(model, others):
-    for layer in model.model.layers:
-        for name in others:
-            getattr(layer.self_attn, name).weight = layer.self_attn.q_proj.weight
-    adapted = with_trained_adapters(model)
-    with pytest.raises(InputError, match=f"layers.0.self_attn.q_proj and .*{others[-1]} share a weight: leave it out"):
-        check_merging(model, lambda: adapted(TOKENS))
-
-
-def test_questions_of_a_weight_are_no_reads(model):
-    """As T5 and Whisper ask for the dtype."""
-    with_trained_adapters(model)
-    query = model.model.layers[0].self_attn.q_proj
-    check_merging(model, lambda: query(torch.ones(1, 16, dtype=query.weight.dtype, device=query.weight.device)))
-    with pytest.raises(InputError, match=r"takes the weight of model\.layers\.0\.self_attn\.q_proj"):
-        check_merging(model, lambda: torch.ones(1, 16) @ query.weight.T)
-
-
-def test_an_adapter_that_never_runs_and_adds_nothing_is_merged(model):
-    """As in Jamba, whose mixers take the weight alone."""
-    add_lora(model, LoraArguments(lora=True), task_type="CAUSAL_LM")
-    query, row = model.model.layers[0].self_attn.q_proj, torch.ones(1, 16)
-    check_merging(model, lambda: row @ query.weight.T)
-    with pytest.raises(InputError, match=r"takes the weight of model\.layers\.0\.self_attn\.q_proj"):
-        check_merging(model, lambda: query(row) + row @ query.weight.T)
-
-
-def test_merging_adds_the_updates_to_the_weights(model, tmp_path):
-    adapted = with_trained_adapters(model)
-    expected = adapted(TOKENS).logits
-    merged(adapted).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_without_the_flag_nothing_changes(model):
     assert add_lora(model, LoraArguments(), task_type="CAUSAL_LM") is model
-    assert merged(model) is model
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_target_modules_that_are_not_there(model):
-    flags = LoraArguments(lora=True, lora_target_modules=["c_attn"])
-    with pytest.raises(InputError, match=r"--lora_target_modules c_attn: no such layers .*q_proj, k_proj"):
+    flags = LoraArguments(lora=True, lora_entries={"target_modules": ["c_attn"]})
+    with pytest.raises(InputError, match=r"--lora: no such layers .*q_proj, k_proj"):
         add_lora(model, flags, task_type="CAUSAL_LM")
 
 
+def test_a_file_has_the_other_entries_of_peft_and_asks_for_adapters(model, tmp_path):
+    path = tmp_path / "lora.yaml"
+    path.write_text("use_rslora: true\nlora_alpha: 8\ntarget_modules: [q_proj, v_proj]\n")
+    flags = LoraArguments(lora_config=str(path), lora_rank=4)
+    config = add_lora(model, flags, task_type="CAUSAL_LM").peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_rslora) == (4, 8, True)
+    assert config.target_modules == {"q_proj", "v_proj"}
+    path.write_text('{"lora_dropout": 0.5}')
+    assert LoraArguments(lora_config=str(path)).lora_entries == {"lora_dropout": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("content", "words"),
     [
-        ({"lora_rank": 0}, "--lora_rank 0"),
-        ({"lora_dropout": 1.0}, "--lora_dropout 1.0"),
-        ({"lora_merge": True}, "--lora_merge merges adapters"),
+        ("lora_alhpa: 8", "lora_alhpa is no entry of peft's LoraConfig: correct it, or take it out"),
+        ("r: 8", "r is not for this file .give --lora_rank.: take it out"),
+        ("init_lora_weights: pissa", "it may change the weights below"),
+        ("[1, 2]", "must hold lines like `lora_alpha: 16`"),
+        ("{", "cannot be read: "),
+        ("[" * 100_000, "cannot be read: "),
+        ("lora_alpha: [a]", "change the file"),
     ],
 )
-def test_contradictions(flags, message):
-    with pytest.raises(InputError, match=message):
-        LoraArguments(**flags)
+def test_what_a_file_cannot_hold_is_a_line(model, tmp_path, content, words):
+    (tmp_path / "lora.yaml").write_text(content)
+    with pytest.raises(InputError, match=f"^--lora_config {tmp_path}/lora.yaml.*{words}") as error:
+        add_lora(model, LoraArguments(lora_config=str(tmp_path / "lora.yaml")), task_type="CAUSAL_LM")
+    assert "\n" not in str(error.value)
+
+
+def test_a_rank_of_0_is_refused():
+    with pytest.raises(InputError, match="--lora_rank 0"):
+        LoraArguments(lora_rank=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")

@@ -22,8 +22,8 @@ from memsave_recipes.models import load
 PAGE = (lives.ROOT / "docs/export.md").read_text(encoding="utf-8")
 OF_TEXTS, OF_IMAGES = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 ONE_STEP = ["--global_batch_size", "8", "--max_steps", "1", "--report_to", "none"]
-LABELLED = ["--model_type", "bert", "--config_overrides", lives.TINY_BERT, "--max_length", "24", "--vocab_size", "300"]
-TEXT = ["--block_size", "32", "--max_eval_samples", "8", "--vocab_size", "300"]
+LABELLED = ["--model_type", "bert", "--config_overrides", f"{lives.TINY_BERT},{lives.WORDS}", "--max_length", "24"]
+TEXT = ["--block_size", "32", *lives.OF_TEXT]
 LLAMA, GPT2 = ([*lives.scratch(name), *TEXT] for name in ("llama", "gpt2"))
 VIT = ["--model_type", "vit", "--config_overrides", lives.TINY_VIT]
 

@@ -61,6 +61,14 @@ def test_entries_that_follow_from_the_overrides_follow_them(tmp_path):
     model.save_pretrained(tmp_path)  # refuses a configuration that contradicts itself
 
 
+def test_dropout_is_none_where_the_overrides_set_none():
+    flags = TransformerArguments(model_type="gpt2", config_overrides=f"{TINY},attn_pdrop=0.1", dropout=0.0)
+    config = configuration_of(flags)
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0, 0, 0.1)
+    assert flags.vocab_size == 8192
+    assert TransformerArguments(model_type="gpt2", config_overrides="n_layer=1,vocab_size=77").vocab_size == 77
+
+
 def test_padding_outside_a_smaller_vocabulary_is_none():
     shape = "hidden_size=32,num_hidden_layers=1,num_attention_heads=4,num_key_value_heads=2,intermediate_size=48"
     flags = TransformerArguments(model_type="phi3", config_overrides=shape)
@@ -132,7 +140,6 @@ def test_weights_in_pickle_are_not_loaded(folder):
         ({}, "give one of"),
         ({"model_type": "gpt2", "model_name_or_path": "x"}, "give one of"),
         ({"model_name_or_path": "x", "config_overrides": "n_layer=1"}, "--config_overrides is for a model from"),
-        ({"model_type": "gpt2", "dropout": 1.0}, "--dropout 1.0"),
     ],
 )
 def test_contradictions(flags, message):

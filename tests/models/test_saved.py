@@ -29,13 +29,14 @@ from transformers import (
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.vision.augmentation import to_pixel_values
+from memsave_recipes.data.vision.decoding import resized
 from memsave_recipes.models import image_classifiers, load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
 from memsave_recipes.models.pretrained import open_image_processor
 from memsave_recipes.models.saved import layout_of, save_image_classifier
 
 NAMES = ("cat", "dog", "eel")
-OF_IMAGES = {"resize_mode": "squash", "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+OF_IMAGES = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 
 
 def picture(width, height):
@@ -54,8 +55,8 @@ def convnet(tmp_path):
 
 
 def pixels_of(image, size):
-    squashed = torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BILINEAR))).permute(2, 0, 1)
-    return to_pixel_values(squashed[None], None, mean=OF_IMAGES["mean"], std=OF_IMAGES["std"], dtype=torch.float32)
+    cropped = torch.from_numpy(np.array(resized(image, size))).permute(2, 0, 1)
+    return to_pixel_values(cropped[None], None, mean=OF_IMAGES["mean"], std=OF_IMAGES["std"], dtype=torch.float32)
 
 
 def test_a_convnet_has_its_classes_and_the_pixels_of_training(convnet):
@@ -86,7 +87,7 @@ def test_half_precision_is_kept(convnet):
 def test_an_image_can_be_cropped_out_of_the_middle(tmp_path):
     """The shorter side is resized to S, and the middle of the longer one is kept."""
     files = {"architecture": None, "label_names": (), "dtype": torch.float32, "image_size": 16}
-    save_image_classifier(tmp_path, **files, **OF_IMAGES | {"resize_mode": "crop"})
+    save_image_classifier(tmp_path, **files, **OF_IMAGES)
     image = picture(64, 32)
     pixels = BitImageProcessorPil.from_pretrained(tmp_path)(image, return_tensors="pt").pixel_values
     cropped = image.resize((32, 16), Image.Resampling.BILINEAR).crop((8, 0, 24, 16))
@@ -136,7 +137,7 @@ def test_pixels_are_those_of_the_models_own_processor(tmp_path, case):
     found = to_pixel_values(raw, None, **normalization(flags), dtype=torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     files = {"architecture": None, "label_names": (), "dtype": torch.float32, "image_size": 16}
-    save_image_classifier(tmp_path / "final", **files, resize_mode="squash", **normalization(flags))
+    save_image_classifier(tmp_path / "final", **files, **normalization(flags))
     saved = open_image_processor(tmp_path / "final", trust_remote_code=False)
     torch.testing.assert_close(saved(image, return_tensors="pt").pixel_values, expected, rtol=1e-5, atol=1e-5)
 
@@ -190,10 +191,9 @@ def test_other_classes_get_a_new_last_layer_and_a_line_says_so(convnet, caplog):
     assert "the last layer of the model is new" in caplog.text
 
 
-@pytest.mark.parametrize("flag", ["dropout", "attn_implementation"])
-def test_flags_of_transformers_do_not_shape_a_saved_convnet(convnet, flag):
-    with pytest.raises(InputError, match="--dropout and --attn_implementation are for models of transformers"):
-        ImageModelArguments(model_name_or_path=str(convnet[1]), **{flag: 0.1})
+def test_flags_of_transformers_do_not_shape_a_saved_convnet(convnet):
+    with pytest.raises(InputError, match="--attn_implementation is for models of transformers"):
+        ImageModelArguments(model_name_or_path=str(convnet[1]), attn_implementation="eager")
 
 
 def empty(folder):

@@ -1,4 +1,4 @@
-"""What trains: the head, the last blocks, adapters of images; BatchNorm that is frozen; plans of what is frozen."""
+"""What trains: the head, adapters of images; BatchNorm that is frozen; plans of what is frozen."""
 
 import pytest
 import torch
@@ -10,8 +10,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     GPT2Config,
-    GPTNeoXConfig,
-    OPTConfig,
     ResNetConfig,
     ViTConfig,
 )
@@ -25,7 +23,7 @@ from memsave_recipes.core.costs.trace_events import DeviceInstruments
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan, Span, plan_for
 from memsave_recipes.core.plans.simulate import simulate, timeline
-from memsave_recipes.models.adapters import check_merging, load_adapters, merged
+from memsave_recipes.models.adapters import load_adapters, outside_the_backbone
 from memsave_recipes.models.image_classifiers import MODELS, train_part_of_images
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, TrainedPartArguments, train_part
 from memsave_recipes.training.exact.global_batchnorm import global_batchnorm
@@ -51,6 +49,16 @@ def freeze(model, task_type=None, **flags):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def train_last(model, count):
+    """Freeze all but the last blocks that have weights, and the head."""
+    head = outside_the_backbone(model)
+    blocks = [block for stack in find_stacks(model) for block in stack.blocks]
+    weights = [{p for module in block.modules for p in module.parameters()} - head for block in blocks]
+    trained = head.union(*[own for own in weights if own][-count:])
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+
+
 @pytest.mark.parametrize(
     ("make", "head"),
     [(vit, {"classifier"}), (resnet, {"classifier.1"}), (bert, {"classifier"})],
@@ -66,34 +74,6 @@ def test_of_our_networks_all_linear_layers_train():
     }
 
 
-@pytest.mark.parametrize(
-    ("config", "behind"),
-    [
-        (OPTConfig(vocab_size=32, word_embed_proj_dim=16, ffn_dim=24, **LAYERS), {"model.decoder.final_layer_norm"}),
-        (GPTNeoXConfig(vocab_size=32, **LAYERS), {"gpt_neox.final_layer_norm", "lm_head"}),
-        (GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2), {"transformer.ln_f"}),
-    ],
-    ids=["final norm before the layers", "a head of its own", "a tied head"],
-)
-def test_of_the_last_blocks_what_is_behind_them_trains_too(config, behind):
-    model = AutoModelForCausalLM.from_config(config).train()
-    train_part(model, TrainedPartArguments(train_last_blocks=2), task_type="CAUSAL_LM")
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    of_blocks = {name for name in trained if ".1." in name or ".2." in name}
-    assert of_blocks == {name for name, _ in model.named_parameters() if ".1." in name or ".2." in name}
-    assert {name.rpartition(".")[0] for name in trained - of_blocks} == behind
-
-
-def test_blocks_without_weights_are_not_counted():
-    model = MODELS["vgg_small"](num_classes=3)
-    trained = freeze(model, train_last_blocks=1)
-    last = [name for name, one in model.features.named_children() if isinstance(one, nn.Conv2d)][-1]
-    assert {name for name in trained if name.startswith("features")} == {
-        f"features.{last}.weight",
-        f"features.{last}.bias",
-    }
-
-
 def test_what_the_files_did_not_hold_trains_with_the_head(tmp_path):
     base_without_head("bert", tmp_path)
     model = load(tmp_path, seed=1)
@@ -101,20 +81,11 @@ def test_what_the_files_did_not_hold_trains_with_the_head(tmp_path):
     assert "bert.pooler.dense.weight" in freeze(model, freeze_backbone=True)
 
 
-def test_more_blocks_than_there_are():
-    with pytest.raises(InputError, match="--train_last_blocks 4: ViTForImageClassification has 3 blocks"):
-        freeze(vit(), train_last_blocks=4)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"train_last_blocks": 0}, "--train_last_blocks 0"),
-        ({"train_last_blocks": 1, "lora": True}, "--train_last_blocks trains weights"),
-        ({"freeze_backbone": True, "lora": True}, "--freeze_backbone trains weights"),
-        ({"freeze_backbone": True, "train_last_blocks": 1}, "leave one of them out"),
-        ({"use_dora": True}, "--use_dora is about adapters"),
-        ({"lora_modules_to_save": ["pooler"]}, "--lora_modules_to_save is about adapters"),
+        ({"freeze_backbone": True, "lora": True}, "--freeze_backbone trains the head"),
+        ({"stream_weights": "host"}, "all weights train, on the device"),
     ],
 )
 def test_contradictions(flags, message):
@@ -137,16 +108,6 @@ def test_statistics_of_frozen_batchnorm_do_not_move(flags):
         global_batchnorm(model.train())
 
 
-def test_statistics_of_blocks_that_train_move():
-    model = resnet()
-    freeze(model, train_last_blocks=1)
-    moved = {name.rpartition(".")[0] for name, one in model.named_buffers() if "mean" in name}
-    before = {name: model.get_submodule(name).running_mean.clone() for name in moved}
-    model(3 + torch.randn(4, 3, 32, 32))
-    found = {name for name in moved if not torch.equal(model.get_submodule(name).running_mean, before[name])}
-    assert found == {name for name in moved if name.startswith("resnet.encoder.stages.1.layers.1.")}
-
-
 @pytest.mark.parametrize(("make", "kind"), [(vit, "Linear"), (resnet, "Conv2d")])
 def test_adapters_of_images(make, kind):
     model = make()
@@ -158,10 +119,12 @@ def test_adapters_of_images(make, kind):
 
 @pytest.mark.parametrize("kind", ["vit", "resnet", "levit"])
 @pytest.mark.parametrize("more", [{}, {"use_dora": True, "use_rslora": True}], ids=["plain", "DoRA"])
-def test_adapters_of_images_come_back_and_are_merged(kind, more, tmp_path):
+def test_adapters_of_images_come_back(kind, more, tmp_path):
     base_without_head(kind, tmp_path / "base", IMAGES)
     model = load(tmp_path / "base", 1, auto_class=IMAGES)
-    adapted = changed(train_part(model, TrainedPartArguments(lora=True, lora_rank=2, **more), task_type=None))
+    adapted = changed(
+        train_part(model, TrainedPartArguments(lora=True, lora_rank=2, lora_entries=more), task_type=None)
+    )
     adapted.save_pretrained(tmp_path / "final")
     expected = logits(adapted, kind, IMAGES)
     base = load(tmp_path / "base", 2, auto_class=IMAGES)
@@ -170,21 +133,16 @@ def test_adapters_of_images_come_back_and_are_merged(kind, more, tmp_path):
     by_peft = PeftModel.from_pretrained(other, tmp_path / "final", is_trainable=True)
     for one in (again, by_peft):
         torch.testing.assert_close(logits(one, kind, IMAGES), expected, rtol=0, atol=1e-7)
-    check_merging(model, lambda: logits(adapted, kind, IMAGES))
-    merged(adapted).save_pretrained(tmp_path / "merged")
-    whole = load(tmp_path / "merged", 4, auto_class=IMAGES)
-    torch.testing.assert_close(logits(whole, kind, IMAGES), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_modules_to_save():
-    assert "vit.layernorm.modules_to_save.default.weight" in freeze(
-        vit(), lora=True, lora_modules_to_save=["layernorm"]
-    )
-    with pytest.raises(InputError, match="--lora_modules_to_save norms: no module"):
-        freeze(vit(), lora=True, lora_modules_to_save=["norms"])
+    entries = {"modules_to_save": ["layernorm"]}
+    assert "vit.layernorm.modules_to_save.default.weight" in freeze(vit(), lora=True, lora_entries=entries)
+    with pytest.raises(InputError, match=r"modules_to_save: no module of this .* ends in norms"):
+        freeze(vit(), lora=True, lora_entries={"modules_to_save": ["norms"]})
     tied = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(InputError, match="--lora_modules_to_save wte: another module has its weight"):
-        freeze(tied, "CAUSAL_LM", lora=True, lora_modules_to_save=["wte"])
+    with pytest.raises(InputError, match="modules_to_save: another module has the weight of wte"):
+        freeze(tied, "CAUSAL_LM", lora=True, lora_entries={"modules_to_save": ["wte"]})
 
 
 def test_a_model_that_reads_what_adapters_lack_is_refused():
@@ -227,7 +185,7 @@ def runs_of(model, plan, batch):
 @pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.RECOMPUTE_NESTED])
 def test_frozen_blocks_are_not_run_again(action):
     model = MODELS["vgg_small"](num_classes=3)
-    freeze(model, train_last_blocks=2)
+    train_last(model, 2)
     *frozen, trained, _ = runs_of(model, one_span(model, action), torch.randn(2, 3, 32, 32))
     assert set(frozen) == {1}
     assert trained > 1
@@ -247,7 +205,7 @@ def test_for_frozen_blocks_no_state_of_the_generator_is_kept(monkeypatch, make, 
 
 def test_layers_that_the_model_calls_are_not_run_again_where_they_are_frozen():
     model = vit()
-    freeze(model, train_last_blocks=1)
+    train_last(model, 1)
     runs = []
     for number, layer in enumerate(model.vit.layers):
         layer.layernorm_before.register_forward_hook(lambda *_, number=number: runs.append(number))
@@ -259,7 +217,7 @@ def test_layers_that_the_model_calls_are_not_run_again_where_they_are_frozen():
 def test_a_span_over_frozen_blocks_costs_what_those_behind_them_cost():
     """By hand: of the second run the blocks that train alone; of the first one nothing is saved."""
     model = MODELS["vgg_small"](num_classes=3)
-    freeze(model, train_last_blocks=2)
+    train_last(model, 2)
     workload = workload_of(model, lambda model, batch: model(batch).sum(), torch.randn(2, 3, 32, 32))
     plans = [plan_for("none", workload.stacks)]
     chain = measure(workload, plans, instruments=DeviceInstruments(torch.device("cpu"), repetitions=1)).chain()
@@ -274,7 +232,7 @@ def test_a_span_over_frozen_blocks_costs_what_those_behind_them_cost():
     assert not behind & {block.name for block in blocks[:num_frozen]}
 
 
-@pytest.mark.parametrize("flags", [{"lora": True}, {"freeze_backbone": True}, {"train_last_blocks": 1}], ids=str)
+@pytest.mark.parametrize("flags", [{"lora": True}, {"freeze_backbone": True}], ids=str)
 def test_what_trains_beside_frozen_weights_in_float16_is_float32(flags):
     model = bert().half()
     trained = freeze(model, "SEQ_CLS", **flags)

@@ -13,9 +13,9 @@ SHAPES = {
 SHARED = ("--sequence_parallel", "2")
 
 
-def of(model_type):
+def of(model_type, *entries):
     """The flags of a model, from scratch."""
-    return "--model_type", model_type, "--config_overrides", SHAPES[model_type]
+    return "--model_type", model_type, "--config_overrides", ",".join([SHAPES[model_type], "vocab_size=300", *entries])
 
 
 def flags_of_data(folder):
@@ -24,6 +24,6 @@ def flags_of_data(folder):
     path = write_rows(folder / "text.jsonl", [{"text": text} for text in texts])
     return [
         *("--train_file", path, "--block_size", "47", "--global_batch_size", "5", "--micro_batch_size", "2"),
-        *("--logging_steps", "1", "--max_eval_samples", "5", "--vocab_size", "300", "--dtype", "float64"),
+        *("--logging_steps", "1", "--dtype", "float64"),
         *("--lr_scheduler_type", "constant"),
     ]

@@ -12,7 +12,7 @@ RECIPE = "image_classification"
 SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 VIT = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,patch_size=8"
 # Dropout and BatchNorm would make the curve depend on the micro-batch.
-FLAGS = ["--model_type", "vit", "--config_overrides", VIT, "--dropout", "0", *SHORT]
+FLAGS = ["--model_type", "vit", "--config_overrides", VIT, *SHORT]
 FLAGS += ["--optimizer", "sgd", "--learning_rate", "0.05"]
 AUTO = ["--micro_batch_size", "auto"]
 IS_CPU = not torch.accelerator.is_available()

@@ -8,7 +8,7 @@ import shutil
 from functools import partial
 
 import pytest
-from lives import FLAGS, TINY_VIT, assert_the_same_bits, assert_the_same_weights, share_of, with_context
+from lives import FLAGS, OF_TEXT, TINY_VIT, assert_the_same_bits, assert_the_same_weights, share_of, with_context
 from samples import sample
 
 from memsave_recipes.core.errors import InputError
@@ -19,13 +19,14 @@ from memsave_recipes.training.checkpoints.resume import check_same_flags, descri
 from memsave_recipes.training.exact.batch_layouts import IndexedLayout
 
 RECIPE = "image_classification"
+DROPPING = "n_layer=2,n_head=2,n_embd=32,vocab_size=512,attn_pdrop=0.1,embd_pdrop=0.1,resid_pdrop=0.1"
 BITS = ["--bitwise_topology", "--micro_batch_size"]
 
 
 def test_two_ranks_and_then_three(train_on_ranks, tmp_path):
     """With 7 micro-batches of 4 steps, a run of 2 ranks and one that 3 ranks take over from its checkpoint."""
     run = partial(train_on_ranks, recipe="language_modeling")
-    flags = [*FLAGS["language_modeling"], "--dropout", "0.1", "--loss", "full", "--max_grad_norm", "0.5"]
+    flags = [*FLAGS["language_modeling"], "--config_overrides", DROPPING, "--loss", "full", "--max_grad_norm", "0.5"]
     flags += ["--logging_steps", "1", "--global_batch_size", "14", *BITS, "2", "--max_steps", "4", "--save_every", "2"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     _, output = run(2, *flags, output="straight")
@@ -124,9 +125,9 @@ def test_the_memory_of_ranks_is_predicted(train_on_ranks, num_ranks, global_batc
 
     What a thread of gloo lets go last leaves no event, so a reading may be too high by as much as a small bucket.
     """
-    sizes = ["--model_type", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192", "--vocab_size", "512"]
+    sizes = ["--model_type", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192,vocab_size=512"]
     batch = ["--block_size", "32", "--global_batch_size", global_batch_size, "--max_steps", "2", "--loss", "full"]
-    flags = [*sizes, *batch, *BITS, "2", *BITWISE_BUDGET, "--max_eval_samples", "8"]
+    flags = [*sizes, *batch, *BITS, "2", *BITWISE_BUDGET, *OF_TEXT]
     memory = train_on_ranks(num_ranks, *flags, recipe="language_modeling")[0]["memory"]
     assert abs(memory["prediction_error_pct"]) <= 3
 

@@ -19,14 +19,9 @@ from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 RECIPE = "language_modeling"
 TOY_LOSS = 5.25  # three seeds: 5.12, 5.10, 5.04; untrained 7.64
-LABELS = (  # of the first conversation
-    r"--show_labels: \d+ of \d+ tokens of a training conversation count, as marked:\n"
-    r"<\|im_start\|>user\n\d+ and \d+\?<\|im_end\|>\n<\|im_start\|>assistant\n\[\[\d+\.<\|im_end\|>\]\]\n"
-    r"<\|im_start\|>user\nWhy\?<\|im_end\|>\n<\|im_start\|>assistant\n\[\[I counted\.<\|im_end\|>\]\]\n"
-)
 SHORT = [
     *("--block_size", "64", "--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "4"),
-    *("--logging_steps", "1", "--vocab_size", "300", "--learning_rate", "0.01"),
+    *("--logging_steps", "1", "--learning_rate", "0.01"),
 ]
 
 
@@ -92,37 +87,14 @@ def test_one_step_is_that_of_a_loop_by_hand(train, tmp_path, chats, pretrained, 
             torch.testing.assert_close(trained[name], before - 0.1 * before.grad, rtol=0, atol=1e-9, msg=name)
 
 
-def test_the_loss_is_that_of_replies_unless_prompts_count_too(train, tmp_path, small):
-    replies = train(*small)["tokens_seen"]
-    assert train(*small, "--train_on_prompt", output="prompts")["tokens_seen"] > 1.5 * replies
-    figures = json.loads((tmp_path / "run/results.json").read_text())["eval"]
-    assert 0 < figures["bits_per_byte"] < 64
-
-
 def test_what_is_saved_replies_by_its_template_and_stops(train, tmp_path, chats, small, capsys):
-    train(*small, "--prompt", "7 and 7?", "--show_labels")
-    shown = capsys.readouterr().out
-    assert re.search(LABELS, shown)
-    assert "sample: 7 and 7?\n" in shown
-    assert "reply: " in shown
+    assert 0 < train(*small)["eval"]["bits_per_byte"] < 64
+    assert re.search(r"sample: \d+ and \d+\?\nreply: ", capsys.readouterr().out)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_id
     prompt = tokenizer.apply_chat_template(turns("7 and 7?"), add_generation_prompt=True, return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=5).shape[1] > prompt.input_ids.shape[1]
-
-
-def test_labels_are_green_on_a_terminal_and_short(chats, pretrained, tmp_path, capsys, monkeypatch):
-    rows = [{"messages": [*turns("a" * 300, "b" * 300), *turns(*["c", "d"] * 9), *turns(*["c", "d"] * 9)]}] * 2
-    path = write_rows(tmp_path / "long.jsonl", rows)
-    flags = RowArguments(train_file=[path], validation_file=[path], block_size=4096)
-    loaded = load_rows(flags, tokenizer_name=pretrained)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    loaded.show_labels()
-    shown = capsys.readouterr().out
-    assert "as marked:\n<|im_start|>user\n" + "a" * 120 in shown
-    assert f"\x1b[32m{'b' * 140} ... {'b' * 50}<|im_end|>\x1b[0m" in shown
-    assert shown.count("\x1b[32m") == 12
 
 
 TOOLS = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -151,32 +123,22 @@ def test_calls_and_reasoning_from_the_file_to_the_reply(train, tmp_path, capsys)
     ]
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
     flags = [*SHORT, "--block_size", "512", "--train_file", write_rows(tmp_path / "chats.jsonl", rows)]
-    train(*flags, *scratch("llama"), "--chat_template", str(tmp_path / "tools.jinja"), "--show_labels")
+    train(*flags, *scratch("llama"), "--chat_template", str(tmp_path / "tools.jinja"))
     shown = "".join(capsys.readouterr())
     assert "the chat template leaves out reasoning, or text beside a call, in 38 training replies" in shown
-    assert '[[{"name": "add", "arguments": {"a": 1}}<|im_end|>]]<|im_start|>tool' in shown
-    assert "[[<think>kept</think>" in shown
-    assert "dropped" not in shown
     assert re.search(r"sample: \d+ and 1\?\nreply: ", shown)
 
 
-@pytest.mark.parametrize(
-    ("too_long", "words", "num_left_out"),
-    [
-        ("drop", "20 of 37 training conversations end with the last reply within --block_size 64", 17),
-        ("truncate", "30 of 37 training conversations are cut at --block_size 64, most of them without the mark", 7),
-    ],
-)
-def test_cut_and_left_out_conversations_are_counted(train, tmp_path, capsys, too_long, words, num_left_out):
+def test_cut_and_left_out_conversations_are_counted(train, tmp_path, capsys):
     rows = [{"messages": [*turns(f"{n}?", "a"), *turns("more", "a " * 60)]} for n in range(20)]
     rows += [{"messages": turns(f"{n}?", "a " * 60)} for n in range(10)]
     rows += [{"messages": turns("b " * 100, f"{n}")} for n in range(7)]
     flags = ["--train_file", write_rows(tmp_path / "chats.jsonl", rows), "--validation_file"]
-    flags += [write_rows(tmp_path / "held_out.jsonl", rows[:2]), *SHORT, *scratch("llama"), "--too_long", too_long]
+    flags += [write_rows(tmp_path / "held_out.jsonl", rows[:2]), *SHORT, *scratch("llama")]
     train(*flags)
     shown = "".join(capsys.readouterr())
-    assert words in shown
-    assert f"{num_left_out} training conversations are left out" in shown
+    assert "20 of 37 training conversations end with the last reply within --block_size 64" in shown
+    assert "17 training conversations are left out" in shown
 
 
 # Bad input
@@ -187,11 +149,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(refuse, tmp_path):
     assert "row 1 is a preference pair" in refuse(*SHORT, "--train_file", path, *scratch("gpt2"))
 
 
-@pytest.mark.parametrize("flag", [["--chat_template", "chatml"], ["--train_on_prompt"], ["--show_labels"]])
-def test_flags_of_conversations_are_not_for_text(refuse, tmp_path, flag):
+def test_a_template_is_not_for_text(refuse, tmp_path):
     path = write_rows(tmp_path / "text.jsonl", [{"text": f"{n} is a number"} for n in range(30)])
-    line = refuse(*SHORT, "--train_file", path, *scratch("gpt2"), *flag)
-    assert f"{flag[0]} is for conversations" in line
+    line = refuse(*SHORT, "--train_file", path, *scratch("gpt2"), "--chat_template", "chatml")
+    assert "--chat_template is for conversations" in line
 
 
 def test_rows_longer_than_the_model_are_refused_before_any_data_are_read(refuse):
@@ -200,8 +161,9 @@ def test_rows_longer_than_the_model_are_refused_before_any_data_are_read(refuse)
 
 
 TOY = [
-    *("--dataset", "docstring-chats", "--model_type", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=128"),
-    *("--vocab_size", "2048", "--block_size", "256", "--global_batch_size", "16", "--micro_batch_size", "8"),
+    *("--dataset", "docstring-chats", "--model_type", "gpt2"),
+    *("--config_overrides", "n_layer=4,n_head=4,n_embd=128,vocab_size=2048"),
+    *("--block_size", "256", "--global_batch_size", "16", "--micro_batch_size", "8"),
     *("--learning_rate", "2e-3", "--warmup_steps", "20", "--max_steps", "100"),
 ]
 

@@ -1,6 +1,5 @@
 """Bad data and a silent Hub end every recipe in one line and code 2, before a step, and cost no earlier run."""
 
-import hashlib
 import json
 
 import numpy as np
@@ -10,37 +9,30 @@ from lives import write_rows
 from PIL import Image
 
 IMAGES, TEXT, LABELLED = "image_classification", "language_modeling", "text_classification"
+TINY_GPT2 = ("--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8,vocab_size=300")
 FLAGS = {
     IMAGES: ["--model", "vgg_small", "--global_batch_size", "4", "--max_steps", "2"],
     TEXT: [
-        *("--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8", "--block_size", "32"),
-        *("--vocab_size", "300", "--global_batch_size", "4", "--max_steps", "2"),
+        *(*TINY_GPT2, "--block_size", "32", "--global_batch_size", "4", "--max_steps", "2"),
     ],
     LABELLED: [
-        *("--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8", "--max_length", "16"),
-        *("--vocab_size", "300", "--global_batch_size", "4", "--max_steps", "2"),
+        *(*TINY_GPT2, "--max_length", "16", "--global_batch_size", "4", "--max_steps", "2"),
     ],
 }
 EARLIER = {"config.json": "{}", "metrics.jsonl": '{"step": 1}\n', "checkpoints/step-1/manifest.json": "{}"}
 
 
 def image_folder(folder):
-    """Three images of two classes a split, PNG and JPEG, and their list."""
+    """Three images of two classes a split, PNG and JPEG."""
     root, random = folder / "pets", np.random.default_rng(0)
     for name in ("train/cat/a.png", "train/cat/b.jpg", "train/dog/c.png", "val/cat/d.png", "val/dog/e.jpg"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(root / name)
-    files = [path.relative_to(root) for path in sorted(root.rglob("*.*"))]
-    lines = [f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  {name}\n" for name in files]
-    (root / "SHA256SUMS").write_text("".join(lines))
     return root
 
 
-def flipped_bit(folder):
-    path = image_folder(folder) / "val/dog/e.jpg"
-    content = bytearray(path.read_bytes())
-    content[-200] ^= 16
-    path.write_bytes(content)
+def broken_image(folder):
+    (image_folder(folder) / "val/dog/e.jpg").write_bytes(b"no image")
     return ["--data_dir", str(folder / "pets")]
 
 
@@ -67,13 +59,10 @@ def labelled(number, *flags, asked="yes"):
     return make
 
 
-SMALL_EMBEDDING = ["--config_overrides", "n_layer=1,n_head=2,n_embd=8,vocab_size=270"]
 FAULTS = {
-    "a JPEG with a flipped bit": (IMAGES, flipped_bit, "other bytes than SHA256SUMS says: val/dog/e.jpg"),
+    "a broken image": (IMAGES, broken_image, "1 of 5 images cannot be read: val/dog/e.jpg ("),
     "no documents": (TEXT, documents(0), "text.jsonl has no text"),
     "a label that is none of the classes": (LABELLED, labelled(9, asked="perhaps"), "row 1 has the label perhaps"),
-    "tokens beyond the embedding": (TEXT, documents(99, *SMALL_EMBEDDING), "only 270 embeddings"),
-    "tokens beyond a classifier's": (LABELLED, labelled(99, *SMALL_EMBEDDING), "only 270 embeddings"),
     "fewer images than a batch": (IMAGES, too_few_images, "the data set has 3 samples, fewer than"),
     "fewer rows than a batch": (TEXT, documents(2, "--drop_last"), "the data set has 1 samples, fewer than"),
     "fewer texts than a batch": (LABELLED, labelled(2, "--drop_last"), "the data set has 2 samples, fewer than"),
@@ -106,7 +95,7 @@ def test_bad_data_ends_in_one_line_before_a_step(line_of, fault, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@by_name("a JPEG with a flipped bit", "tokens beyond the embedding", "fewer texts than a batch")
+@by_name("a broken image", "no documents", "fewer texts than a batch")
 def test_bad_data_costs_no_earlier_run(line_of, fault, tmp_path):
     folder = tmp_path / "run"
     for name, content in EARLIER.items():

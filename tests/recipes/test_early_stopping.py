@@ -161,12 +161,6 @@ def test_the_best_model_in_shards(train_on_ranks, tmp_path):
     assert (tmp_path / "run/final/model.safetensors").exists()
 
 
-def test_best_adapters_are_not_merged(refuse):
-    assert "--load_best_model_at_end with --lora_merge" in refuse(
-        *IMAGES, "--lora", "--lora_merge", "--load_best_model_at_end"
-    )
-
-
 @pytest.mark.parametrize(
     "flags",
     [

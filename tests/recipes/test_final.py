@@ -8,11 +8,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from lives import write_rows
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageClassification,
     GPT2Tokenizer,
     ResNetConfig,
@@ -34,11 +33,13 @@ RECIPE = "image_classification"
 VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=4"
 MODELS = {"vgg_small": ["--model", "vgg_small"], "vit": ["--model_type", "vit", "--config_overrides", VIT]}
 IMAGES = ["--image_size", "16", "--max_steps", "30", "--learning_rate", "3e-3", "--augmentation", "none"]
-BERT = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64"
-TEXTS = ["--max_length", "24", "--vocab_size", "300", "--global_batch_size", "16"]
-ROWS = ["--block_size", "32", "--global_batch_size", "4", "--vocab_size", "300", "--max_eval_samples", "8"]
-GPT2 = ["--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32"]
-QWEN = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=2,num_key_value_heads=2"
+BERT = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,vocab_size=300"
+TEXTS = ["--max_length", "24", "--global_batch_size", "16"]
+ROWS = ["--block_size", "32", "--global_batch_size", "4"]
+GPT2 = ["--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32,vocab_size=300"]
+QWEN = (
+    "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=2,num_key_value_heads=2,vocab_size=300"
+)
 of_texts = pytest.mark.parametrize("recipe", ["text_classification"], indirect=True)
 of_tokens = pytest.mark.parametrize("recipe", ["language_modeling"], indirect=True)
 
@@ -197,7 +198,7 @@ def test_texts_are_cut_as_in_the_evaluation(run_once, labelled):
 
 
 @of_texts
-def test_adapters_of_a_text_classifier_predict_train_further_and_merge(run_once, labelled):
+def test_adapters_of_a_text_classifier_predict_and_are_evaluated(run_once, labelled):
     path, labels = labelled
     files = ["--train_file", str(path), "--validation_file", str(path), *TEXTS]
     base = run_once("--model_type", "bert", "--config_overrides", BERT, *files, "--max_steps", "2")
@@ -211,9 +212,6 @@ def test_adapters_of_a_text_classifier_predict_train_further_and_merge(run_once,
     of_adapters = ["--model_name_or_path", str(adapted / "final"), *files]
     evaluated = run_once(*of_adapters, "--eval_only")
     assert results(evaluated)["eval"] == results(adapted)["eval"]
-    merged = run_once(*of_adapters, "--eval_only", "--lora_merge")
-    assert not (merged / "final" / "adapter_config.json").exists()
-    assert accuracy(merged, [path], labels) == results(adapted)["eval"]["accuracy"]
 
 
 @pytest.fixture(scope="module")
@@ -262,18 +260,16 @@ def test_adapters_go_on_training_under_any_plan(run_once, adapted, text_file):
 
 
 @of_tokens
-def test_adapters_are_evaluated_and_merged_without_training(run_once, adapted, text_file):
+def test_adapters_are_evaluated_without_training_and_merge_by_peft(run_once, adapted, text_file):
     flags = ["--model_name_or_path", str(adapted[1] / "final"), "--train_file", text_file, *ROWS, "--eval_only"]
     evaluated = run_once(*flags)
     assert results(evaluated)["eval"] == results(adapted[1])["eval"]
     assert not (evaluated / "final").exists()
-    merged = run_once(*flags, "--lora_merge")
     tokens = torch.arange(5, 20)[None]
     with torch.no_grad():
         expected = load(adapted[1]).model(tokens).logits
-        model = AutoModelForCausalLM.from_pretrained(merged / "final")
+        model = AutoPeftModelForCausalLM.from_pretrained(adapted[1] / "final").merge_and_unload()
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    assert "Merged from the adapters" in (merged / "final" / "README.md").read_text()
 
 
 @of_tokens
@@ -304,7 +300,7 @@ FROM_SCRATCH = {
 
 @pytest.mark.parametrize(("recipe", "flags"), FROM_SCRATCH.values(), ids=FROM_SCRATCH, indirect=["recipe"])
 def test_adapters_of_a_model_from_scratch_keep_it(recipe, flags, train, labelled, text_file, tmp_path):
-    """The same figures under another seed; they train further, merge, and may be moved."""
+    """The same figures under another seed; they train further, and may be moved."""
     data = {
         "language_modeling": ["--train_file", text_file, *ROWS],
         "text_classification": ["--train_file", labelled[0], "--validation_file", labelled[0], *TEXTS],
@@ -316,9 +312,8 @@ def test_adapters_of_a_model_from_scratch_keep_it(recipe, flags, train, labelled
     assert [*tmp_path.glob("moved/checkpoints/best-*/base/model.safetensors")]
     further = ["--model_name_or_path", tmp_path / "moved/final", *data, "--learning_rate", "0", "--max_steps", "1"]
     assert train(*further, output="further")["eval"] == pytest.approx(trained, rel=1e-5)
-    for more in ([], ["--lora_merge"]):
-        again = ["--model_name_or_path", tmp_path / "moved/final", *data, "--eval_only", "--seed", "7", "--overwrite"]
-        assert train(*again, *more, output="again")["eval"] == pytest.approx(trained, rel=1e-5)
+    again = ["--model_name_or_path", tmp_path / "moved/final", *data, "--eval_only", "--seed", "7"]
+    assert train(*again, output="again")["eval"] == pytest.approx(trained, rel=1e-5)
     shutil.rmtree(tmp_path / "moved")
     load(tmp_path / "further")
 
@@ -334,9 +329,10 @@ def test_a_language_model_continues_prompts_alike_alone_and_together(adapted):
 
 
 @of_tokens
-def test_flags_that_contradict_the_adapters_are_refused(refuse, adapted, text_file):
+def test_flags_that_contradict_the_adapters_are_refused(refuse, adapted, text_file, tmp_path):
     flags = ["--model_name_or_path", str(adapted[1] / "final"), "--train_file", text_file, *ROWS]
-    assert "--lora_target_modules c_proj: the adapters of" in refuse(*flags, "--lora_target_modules", "c_proj")
+    (tmp_path / "lora.yaml").write_text("target_modules: [c_proj]")
+    assert "holds adapters with their own: leave it out" in refuse(*flags, "--lora_config", tmp_path / "lora.yaml")
 
 
 @of_tokens
@@ -356,8 +352,8 @@ def test_adapters_for_another_task_are_refused(refuse, tmp_path, labelled):
     folder.mkdir()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "x", "r": 16}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    line = refuse("--model_name_or_path", str(folder), "--lora_alpha", "5", "--train_file", str(labelled[0]))
-    assert "--lora_alpha 5: the adapters of" in line
+    line = refuse("--model_name_or_path", str(folder), "--lora_rank", "5", "--train_file", str(labelled[0]))
+    assert "--lora_rank 5: the adapters of" in line
 
 
 def test_adapters_of_text_are_no_image_classifier(refuse, tmp_path):

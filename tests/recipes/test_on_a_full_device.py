@@ -13,7 +13,8 @@ TOTAL = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_availa
 pytestmark = pytest.mark.skipif(not 0 < TOTAL < 64 * MIB, reason="needs a device with less than 64 MiB")
 RECIPE = "language_modeling"
 LAYERS = "num_hidden_layers=8,num_attention_heads=2,num_key_value_heads=1,hidden_size=64,intermediate_size=256"
-LARGE = ["--model_type", "llama", "--config_overrides", LAYERS, "--vocab_size", "512", "--block_size", "256"]
+LAYERS += ",vocab_size=512"
+LARGE = ["--model_type", "llama", "--config_overrides", LAYERS, "--block_size", "256"]
 LARGE += ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 
 

@@ -18,7 +18,6 @@ OPTIONS = {
     "smoothing": ["--label_smoothing_factor", "0.1"],
     "weights": ["--class_weights", "balanced"],
     "head": ["--freeze_backbone"],
-    "last block": ["--train_last_blocks", "1"],
     "lora": ["--lora", "--lora_rank", "2"],
     "lora, average": ["--lora", "--lora_rank", "2", "--ema_decay", "0.9"],
     "mixed": ["--augmentation", "flip", "mixup", "--label_smoothing_factor", "0.1"],
@@ -37,7 +36,7 @@ CASES = [
     for layout in LAYOUTS
     if option not in LEFT_OUT.get(model, ())
 ]
-FEW = [("vgg", "average", "whole"), ("bert", "last block", "whole")]
+FEW = [("vgg", "average", "whole"), ("bert", "head", "whole")]
 
 
 @pytest.fixture

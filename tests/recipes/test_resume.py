@@ -35,7 +35,7 @@ def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys):
 
 FLOOR = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}']
 ALL = [*FLOOR, "--adam_beta2", "0.95", "--weight_decay", "0.1", "--ema_decay", "0.9", "--early_stopping_patience", "9"]
-WEIGHTED = ["--label_smoothing_factor", "0.1", "--class_weights", "balanced", "--train_last_blocks", "1"]
+WEIGHTED = ["--label_smoothing_factor", "0.1", "--class_weights", "balanced", "--freeze_backbone"]
 MIXED = ["--augmentation", "random_resized_crop", "flip", "randaugment", "mixup", "cutmix", "erasing"]
 OPTIONS = {
     "all-text_classification": ("text_classification", [*ALL, *WEIGHTED]),
@@ -43,7 +43,7 @@ OPTIONS = {
         "image_classification",
         [*ALL, *MIXED, "--label_smoothing_factor", "0.1", "--freeze_backbone"],
     ),
-    "all-language_modeling": ("language_modeling", [*ALL, "--train_last_blocks", "1"]),
+    "all-language_modeling": ("language_modeling", ALL),
     "selective": ("language_modeling", ["--activation_checkpointing", "selective"]),
     "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
     "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),

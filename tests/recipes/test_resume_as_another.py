@@ -7,6 +7,7 @@ from importlib.metadata import version
 import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.pretrained import TransformerArguments
 from memsave_recipes.run import building
 from memsave_recipes.run.failures import run_recipe
@@ -88,6 +89,24 @@ def test_other_weights_in_the_file_of_class_weights_are_refused(train, stopped_a
     )
     file.write_text(json.dumps(weights, indent=1))
     assert train(*IMAGES, "--class_weights", file, "--resume")["steps"] == 10
+
+
+def test_other_entries_in_the_file_of_adapters_are_refused(train, stopped_at_6, refused, tmp_path):
+    file = tmp_path / "lora.yaml"
+    file.write_text("lora_alpha: 8")
+    stopped_at_6("--lora_config", file)
+    file.write_text("lora_alpha: 4")
+    assert "the file of --lora_config has changed since the run was started" in refused("--lora_config", file)
+    file.write_text("{'lora_alpha': 8}")
+    assert train(*IMAGES, "--lora_config", file, "--resume")["steps"] == 10
+
+
+def test_flags_of_an_earlier_version_may_have_the_value_that_is_left():
+    now = {"lr_scheduler_type": "linear", "text_column": ["body"]}
+    earlier = now | {"text_column": "body", "too_long": "drop", "prompt": "a", "lora_target_modules": ["all-linear"]}
+    assert check_same_flags(earlier, now) == []
+    with pytest.raises(InputError, match="was started with --too_long truncate, which this version does not have"):
+        check_same_flags(earlier | {"too_long": "truncate"}, now)
 
 
 @pytest.mark.parametrize("case", OTHER_RUNS)

@@ -14,7 +14,7 @@ from memsave_recipes.training.checkpoints.commit import write_manifest
 
 RECIPES = ["image_classification", "language_modeling", "text_classification"]
 SHORT = ["--global_batch_size", "4", "--max_steps", "6", "--logging_steps", "2", "--eval_steps", "3"]
-TINY_GPT2 = ["--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8", "--vocab_size", "300"]
+TINY_GPT2 = ["--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8,vocab_size=300"]
 MODEL = {
     "image_classification": ["--model", "vgg_small"],
     "language_modeling": [*TINY_GPT2, "--block_size", "16"],

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from lives import ROOT, assert_the_same_weights, curve, environment_of, results_of, weights_of
+from lives import OF_TEXT, ROOT, assert_the_same_weights, curve, environment_of, results_of, weights_of
 from shared_rows import SHAPES, SHARED, flags_of_data, of
 
 from memsave_recipes.core.plans import Action, Plan, Span
@@ -30,7 +30,7 @@ OTHER_WORKS = {
     "adapters": (*of("gemma3_text"), "--lora"),
     "evaluated only": (*of("qwen3"), "--eval_only"),
 }
-DROPPING = (*of("gpt2"), "--dropout", "0.1")
+DROPPING = of("gpt2", "attn_pdrop=0.1,embd_pdrop=0.1,resid_pdrop=0.1")
 """Draws others on other ranks, so it has no curve of one rank."""
 FLOAT32 = "gemma3_text"
 """Which sums the gradients of its norms' weights over tokens in float32, where those train, in whatever precision."""
@@ -168,8 +168,7 @@ def test_dropout_is_drawn_again_in_the_same_way(ranks):
 
 
 ON_DEVICES = [*of("mistral"), "--block_size", "47", "--global_batch_size", "5", "--micro_batch_size", "2"]
-ON_DEVICES += ["--max_steps", "6", "--logging_steps", "100", "--eval_steps", "100", "--max_eval_samples", "5"]
-ON_DEVICES += ["--vocab_size", "300"]
+ON_DEVICES += ["--max_steps", "6", "--logging_steps", "100", "--eval_steps", "100", *OF_TEXT]
 ON_TWO_DEVICES = ("none", "full", "selective", "every:2", "segments:2", "nested:2", "offload", "full_offload")
 ON_FOUR_DEVICES = ("none", "selective", "full_offload")
 

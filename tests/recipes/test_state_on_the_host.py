@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from lives import ROOT, TINY_VIT, end_of, launch, rows_of, scratch, weights_of
+from lives import OF_TEXT, ROOT, TINY_VIT, end_of, launch, rows_of, scratch, weights_of
 
 STATE = ["--offload_optimizer", "state"]
 STEP = ["--offload_optimizer", "step"]  # whose kernels are those of the stand-in, so that the bits are the same
 STREAMED = [*STEP, "--stream_weights", "host"]
 IN_BACKWARD = ["--optimizer_in_backward", "--max_grad_norm", "0"]
 SHORT = ["--max_steps", "4", "--logging_steps", "2", "--eval_steps", "4", "--max_grad_norm", "0.5"]
-LANGUAGE = ["--block_size", "32", "--max_eval_samples", "8", "--global_batch_size", "8", "--vocab_size", "512", *SHORT]
+LANGUAGE = ["--block_size", "32", *OF_TEXT, "--global_batch_size", "8", *SHORT]
 GPT2 = [*scratch("gpt2"), *LANGUAGE]
 LLAMA = [*scratch("llama"), *LANGUAGE]
 VIT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "8", *SHORT]

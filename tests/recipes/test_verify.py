@@ -17,17 +17,16 @@ from memsave_recipes.core.plans import Action
 from memsave_recipes.run.failures import run_recipe
 
 SHORT = ["--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "2", "--report_to", "none"]
-TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=48"
-TEXTS = [*("--vocab_size", "300"), *SHORT]
+TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=48,vocab_size=300"
 RECIPES = {
     "image_classification": ["--model", "densenet_small", *SHORT],
     "language_modeling": [
         *("--model_type", "llama", "--config_overrides", f"{TINY},num_key_value_heads=1", "--block_size", "32"),
-        *("--max_eval_samples", "4", "--train_file", "text.jsonl", *TEXTS),
+        *("--train_file", "text.jsonl", *SHORT),
     ],
     "text_classification": [
         *("--model_type", "bert", "--config_overrides", TINY, "--max_length", "24"),
-        *("--train_file", "labelled.jsonl", "--validation_file", "labelled.jsonl", *TEXTS),
+        *("--train_file", "labelled.jsonl", "--validation_file", "labelled.jsonl", *SHORT),
     ],
 }
 

@@ -37,7 +37,6 @@ def images(tmp_path_factory):
         label_names=("cat", "dog", "eel"),
         dtype=torch.float32,
         image_size=16,
-        resize_mode="squash",
         mean=[0.5] * 3,
         std=[0.5] * 3,
     )

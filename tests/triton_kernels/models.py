@@ -37,6 +37,7 @@ LENGTH = 1024
 MOST_LAYERS = 7
 """As many layers have one of each kind; the others have the kernels of these."""
 LAYERS = ("num_hidden_layers", "n_layer")
+NO_DROPOUT = {"bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
 
 
 def model_of_types() -> dict[str, KnownModel]:
@@ -48,10 +49,11 @@ def model_of_types() -> dict[str, KnownModel]:
 def flags_of(model: KnownModel, folder: Path) -> tuple[str, list[str]]:
     """The recipe of a model, and the flags to train it; ``folder`` is for its configuration."""
     fewer = {name: min(MOST_LAYERS, model.config[name]) for name in LAYERS if name in model.config}
+    fewer |= NO_DROPOUT.get(model.config["model_type"], {})
     subject = find_subject(replace(model, config={**model.config, **fewer}).write(folder))
     flags = [*subject.flags, "--global_batch_size", "221"]  # 13 x 17: NOTE [ what grows with tokens ]
     if subject.recipe in (LANGUAGE, TEXTS):
-        flags += [f"--{subject.length_flag}", str(min(LENGTH, subject.length or LENGTH)), "--dropout", "0"]
+        flags += [f"--{subject.length_flag}", str(min(LENGTH, subject.length or LENGTH))]
     if subject.recipe == IMAGES and subject.image_size is not None:
         flags += ["--image_size", str(subject.image_size)]
     return subject.recipe, flags

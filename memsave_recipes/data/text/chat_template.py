@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -66,21 +66,12 @@ TOKENS = Features(
     }
 )
 
-TooLong = Literal["drop", "truncate", "error"]
-
 
 @dataclass(kw_only=True)
 class ChatArguments:
-    """The format of conversations, and which tokens count in the loss."""
+    """The format of conversations."""
 
     chat_template: str | None = option(None, "template: chatml or a .jinja file; default: the tokenizer's own")
-    train_on_prompt: bool = option(False, "of conversations, count all tokens in the loss, not only the assistant's")
-    show_labels: bool = option(False, "print one conversation before training, and mark what counts in the loss")
-    too_long: TooLong = option(
-        "drop",
-        "conversations longer than --block_size: drop the turns after the last reply that fits whole, "
-        "truncate in the middle of a reply, or error",
-    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,27 +96,20 @@ class TokenizedConversations(TokenLine):
         """Read which of the tokens of ``spans`` count in the loss, bool (sum of their lengths,)."""
         return self.read(spans, "counted")
 
-    def lengths_within(self, block_size: int, too_long: TooLong, split: str) -> np.ndarray:
+    def lengths_within(self, block_size: int, split: str) -> np.ndarray:
         """Count the tokens of each conversation that a row takes; 0 where none of them is trained on. int64 (N,).
 
-        Raises ``InputError`` where none has a reply within a row, or one is longer and ``too_long`` is ``error``.
+        A longer one ends with the last reply that fits whole. Raises ``InputError`` where none has a reply that does.
         """
-        is_longer = self.lengths > block_size
-        if too_long == "error" and is_longer.any():
-            raise InputError(
-                f"--block_size {block_size} is too short for {is_longer.sum():,} of {len(is_longer):,} {split} "
-                "conversations: raise it, or pass --too_long drop"
-            )
         lengths: np.ndarray = np.minimum(self.lengths, block_size)
-        for number in np.flatnonzero(is_longer) if too_long != "truncate" else ():
+        for number in np.flatnonzero(self.lengths > block_size):
             ends = np.asarray(self.pieces[int(number)]["reply_ends"])
             lengths[number] = ends[ends <= block_size].max(initial=0)
         lengths[self.first_counted >= lengths] = 0
         if not lengths.any():
-            hint = "" if too_long == "truncate" else ", or pass --too_long truncate"
             raise InputError(
                 f"--block_size {block_size} has no room for a reply of any of the {len(lengths):,} {split} "
-                f"conversations: raise it{hint}"
+                "conversations: raise it"
             )
         return lengths
 
@@ -179,7 +163,7 @@ def _chatml_end(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenize_conversations(
-    conversations: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False
+    conversations: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> TokenizedConversations:
     """Tokenize rows of ``CONVERSATION``; raises as ``encode``; cached by ``datasets``."""
     share = len(conversations) / conversations.data.num_rows  # the table may hold those of another split as well
@@ -189,7 +173,7 @@ def tokenize_conversations(
             input_columns=["conversation", "place"],
             remove_columns=conversations.column_names,
             features=TOKENS,
-            fn_kwargs={"tokenizer": tokenizer, "train_on_prompt": train_on_prompt},
+            fn_kwargs={"tokenizer": tokenizer},
             desc="tokenizing",
         ).with_format("numpy")
     starts = np.concatenate([[0], np.cumsum(rows["length"][:], dtype=np.int64)])
@@ -205,25 +189,17 @@ def tokenize_conversations(
     )
 
 
-def _row(conversation: str, place: str, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool) -> dict[str, Any]:
+def _row(conversation: str, place: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     chat: Conversation = json.loads(conversation)
     template = _Template(tokenizer, place, chat["tools"], chat.get("options", {}))
     messages, uncounted = template.written(chat["messages"]), chat.get("uncounted", [])
     tokens, turns = template.encode(messages)
     is_assistant = turns >= 0
-    is_learned = [train_on_prompt or message["role"] == "assistant" for message in messages]
-    for at in uncounted:
-        if train_on_prompt and messages[at]["role"] != "assistant":
-            raise InputError(
-                f"--train_on_prompt counts all tokens, and {place} has a turn that is not to: leave it out"
-            )
-        is_learned[at] = False
     if uncounted and len(messages) in turns:
         raise InputError(f"{place}: the chat template does not show which turn is not to count: {OWN_TEMPLATE}")
-    counted = (is_assistant | train_on_prompt) & ~np.isin(turns, uncounted)
-    written = [message for message, learned in zip(messages, is_learned, strict=True) if learned]
-    texts = [text for message in written for text in texts_of(message)]
-    texts += [json.dumps(chat["tools"], ensure_ascii=False)] if chat["tools"] and train_on_prompt else []
+    counted = is_assistant & ~np.isin(turns, uncounted)
+    learned = (one for at, one in enumerate(messages) if one["role"] == "assistant" and at not in uncounted)
+    texts = [text for message in learned for text in texts_of(message)]
     return {
         "input_ids": tokens,
         "counted": counted,

@@ -1,7 +1,7 @@
 """Conversations, train and held out: files in the formats of docs/data.md, or a toy set made of docstrings.
 
-A file whose first row has a text in the column that ``--text_column`` names is one of documents. What is refused would
-not be trained on as meant; keys that nobody reads are named. Copies of a conversation are all held out, or none.
+What is refused would not be trained on as meant; keys that nobody reads are named. Copies of a conversation are all
+held out, or none.
 """
 
 import ast
@@ -115,10 +115,7 @@ def names_conversations(flags: TextArguments) -> bool:
         _, row = next(rows_of(str(first), str(first)))
     except (InputError, OSError, StopIteration):  # left to those who read documents
         return False
-    has_text = isinstance(_value(row, flags.text_column or TEXT_COLUMN), str)
-    if is_conversation(row):
-        return not (flags.text_column and has_text)
-    return not has_text and _holds(row)(PREFERENCES)
+    return is_conversation(row) or (not isinstance(_value(row, TEXT_COLUMN), str) and _holds(row)(PREFERENCES))
 
 
 def is_conversation(row: Any) -> bool:
@@ -135,8 +132,6 @@ def load_conversations(
         InputError: with file and row (from 1), what is malformed or not supported there; too few to hold any out.
     """
     check_sources(flags, stream_bytes, only_validation)
-    if flags.mix_weights is not None:
-        raise InputError("--mix_weights is for plain text, and the data are conversations: leave it out")
     if flags.dataset == DOCSTRING_CHATS:
         return _docstring_chats()
     words = {"train": flags.train_file, "validation": flags.validation_file}
@@ -165,8 +160,8 @@ def _read_files(flag: str, words: list[str]) -> datasets.Dataset:
     return read_files(found, _conversations_of, CONVERSATION, f"{flag} {join_names(found.files)}", flag=flag)
 
 
-def _conversations_of(files: Iterable[tuple[str, int]], flag: str, version: str) -> Iterator[dict[str, Any]]:
-    for path, _ in files:
+def _conversations_of(files: Iterable[str], flag: str, version: str) -> Iterator[dict[str, Any]]:
+    for path in files:
         keys = None
         for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"

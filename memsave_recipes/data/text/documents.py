@@ -6,9 +6,6 @@ NOTE [ documents ]
 2. *Held out.* Without a validation split, the 5 % of the documents with the smallest hashes are held out: hashes of the
    text, so that copies stay together, or of the path where documents have one. Of fewer than 20 documents the last 5 %
    of the text of each are held out. No seed, run or number of ranks changes that.
-3. *Mixture.* Weights are shares of bytes, up to a document: tokens follow bytes, whereas documents may differ in length
-   from source to source. The same ones are left out in every pass. Documents of all sources are in a random order by
-   the seed, so that a tokenizer is trained on the mixture, too.
 """
 
 import hashlib
@@ -16,11 +13,11 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +25,7 @@ import datasets
 import numpy as np
 from datasets import Features, Value
 
-from memsave_recipes.core.errors import InputError, is_text, option, require
+from memsave_recipes.core.errors import InputError, is_text, option
 from memsave_recipes.core.text import first_of, join_names
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (
@@ -60,7 +57,7 @@ TEXT_COLUMN = "text"
 ENDINGS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
 TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
-OF_FILES = {**TEXT, "source": Value("int32"), **NOTED}
+OF_FILES = {**TEXT, **NOTED}
 TYPES = {"bool": "a truth value", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
 MIN_DOCUMENTS = 20
 # Tests hold broken files on purpose, packages do not belong to the library, and the tables of character sets are
@@ -78,17 +75,10 @@ class TextArguments:
         None, 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'
     )
     validation_file: list[str] | None = option(None, "validation text; default: a twentieth of the training text")
-    mix_weights: list[float] | None = option(None, "share of the bytes for each argument of --train_file")
-    text_column: str | None = option(None, "column of the text in a file or a Hub data set; default: text")
     streaming: bool = option(False, "read only as much of a Hub set as --max_steps needs")
 
     def __post_init__(self) -> None:
         self.dataset = self.dataset or (None if self.train_file or self.validation_file else STANDARD_LIBRARY)
-        if (weights := self.mix_weights) is not None:
-            num_words, shown = len(self.train_file or []), " ".join(f"{weight:g}" for weight in weights)
-            rule = f"as many numbers as --train_file has words ({num_words})"
-            require(len(weights) == num_words, "--mix_weights", shown, rule)
-            require(all(weight > 0 and isfinite(weight) for weight in weights), "--mix_weights", shown, "above 0, each")
 
 
 class TextSplits(NamedTuple):
@@ -103,30 +93,29 @@ class TextSplits(NamedTuple):
 
 
 def load_documents(
-    flags: TextArguments, *, stream_bytes: int | None = None, seed: int = 0, only_validation: bool = False
+    flags: TextArguments, *, stream_bytes: int | None = None, only_validation: bool = False
 ) -> TextSplits:
     """Load the text that the flags name: NOTE [ documents ]. Code of a data set is never run.
 
     Args:
         stream_bytes: stream the Hub's data set, and stop after that many bytes of text in UTF-8.
-        seed: of the mixture.
         only_validation: ``--validation_file`` may be alone, and is the training split as well.
 
     Raises:
         InputError: a source that is missing, unreadable or malformed, or that has too little text.
     """
     check_sources(flags, stream_bytes, only_validation)
-    dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column or TEXT_COLUMN
+    dataset, config_name = flags.dataset, flags.dataset_config_name
     if dataset is None:
-        return _load_files(flags, seed)
+        return _load_files(flags)
     notes: list[str] = []
     if dataset == STANDARD_LIBRARY:
         with progress_bars(False):
             splits = _read_standard_library()
     elif stream_bytes is None:
-        splits, notes = _read_hub(dataset, config_name, text_column)
+        splits, notes = _read_hub(dataset, config_name)
     else:
-        splits = _stream_hub(dataset, config_name, text_column, stream_bytes)
+        splits = _stream_hub(dataset, config_name, stream_bytes)
         notes = of_rows(splits.values())
     written, further = _train_and_validation(splits, dict.fromkeys(splits, f"--dataset {dataset}"))
     return _finished(written, notes + further)
@@ -144,49 +133,64 @@ def check_sources(flags: TextArguments, stream_bytes: int | None, only_validatio
                 raise InputError(f"{flag} needs --dataset HUB_ID: leave it out")
 
 
-def _load_files(flags: TextArguments, seed: int) -> TextSplits:
+def _load_files(flags: TextArguments) -> TextSplits:
     words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
     found = {split: find_files(f"--{split}_file", named, ENDINGS) for split, named in words.items() if named}
     sources = {split: f"--{split}_file {first_of(words[split], 1)}" for split in found}
-    features, column = Features(OF_FILES), flags.text_column or TEXT_COLUMN
     splits = {
-        split: read_files(files, _documents_of, features, sources[split], flag=f"--{split}_file", text_column=column)
+        split: read_files(files, _documents_of, Features(OF_FILES), sources[split], flag=f"--{split}_file")
         for split, files in found.items()
     }
     notes = [note for split, files in found.items() for note in files.notes(sources[split])]
     notes += of_rows(splits.values())
     written, further = _train_and_validation(splits, sources)
-    if flags.mix_weights is not None:
-        written["train"], note = mix(written["train"], words["train"], flags.mix_weights, seed)
-        further.append(note)
     return _finished(written, notes + further)
 
 
-def _documents_of(
-    files: Iterable[tuple[str, int]], flag: str, text_column: str, version: str
-) -> Iterator[dict[str, Any]]:
-    """Yield rows: ``text``, ``None`` or blank where there is none, ``source``, the number of the word, and NOTED."""
-    for path, word in files:
+def _documents_of(files: Iterable[str], flag: str, version: str) -> Iterator[dict[str, Any]]:
+    """Yield rows: ``text``, ``None`` or blank where there is none, and NOTED."""
+    for path in files:
         source = f"{flag} {path}"
         if path.lower().endswith((".txt", ".md")):
-            yield from ({"text": text, "source": word, **noted()} for text in _texts_of_plain_file(path, source))
+            yield from ({"text": text, **noted()} for text in _texts_of_plain_file(path, source))
         else:
-            yield from ({**row, "source": word} for row in _rows_with_text(path, source, text_column))
+            yield from _rows_with_text(path, source)
 
 
-def _rows_with_text(path: str, source: str, text_column: str) -> Iterator[dict[str, Any]]:
-    columns, is_there = None, False
+def _rows_with_text(path: str, source: str) -> Iterator[dict[str, Any]]:
+    text_column = _text_column_of(path, source)
     for number, row in rows_of(path, source, column=text_column):
         place = f"row {number} of {source}"
-        if not isinstance(row, dict):
-            raise InputError(f"{place} is not a JSON object: each row must be one")
-        columns = columns or (place, row.keys())
-        is_there = is_there or text_column in row
+        _check_object(row, place)
         unused = [f"column {key}" for key in given_keys(row) - {text_column}]
         held = place if holds_rows(path, row) else ""
         yield {"text": text_of(row.get(text_column), place, text_column), **noted(unused, held)}
-    if columns and not is_there:
-        raise no_text_column(*columns, text_column)
+
+
+def _text_column_of(path: str, source: str) -> str:
+    """Find the column of the documents: ``text`` where a row has it, else the only one that holds texts."""
+    columns: dict[str, bool] = {}
+    for number, row in rows_of(path, source, column=TEXT_COLUMN):
+        _check_object(row, f"row {number} of {source}")
+        if TEXT_COLUMN in row:
+            return TEXT_COLUMN
+        for name, value in row.items():
+            columns[name] = columns.get(name, False) or isinstance(value, str)
+    return _only_text_column(columns, source) if columns else TEXT_COLUMN
+
+
+def _check_object(row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise InputError(f"{place} is not a JSON object: each row must be one")
+
+
+def _only_text_column(columns: Mapping[str, bool], source: str) -> str:
+    """Return ``text``, or the only one of the ``columns`` that holds texts; raises where there is none."""
+    texts = [name for name, holds_text in columns.items() if holds_text]
+    if TEXT_COLUMN in columns or len(texts) == 1:
+        return TEXT_COLUMN if TEXT_COLUMN in columns else texts[0]
+    found = f"(columns: {join_names(columns, MAX_NAMED)})"
+    raise InputError(f"{source} has no column text, nor one alone that holds text {found}: rename that to text")
 
 
 def _texts_of_plain_file(path: str, source: str) -> Iterator[str | None]:
@@ -215,17 +219,10 @@ def text_of(value: Any, place: str, text_column: str) -> str | None:
         return None
     if not isinstance(value, str):
         kind = TYPES.get(type(value).__name__, f"a {type(value).__name__}")
-        hint = "correct it, or name another column with --text_column"
-        raise InputError(f"{place} has {kind} in its column {text_column!r}, not a text: {hint}")
+        raise InputError(f"{place} has {kind} in its column {text_column!r}, not a text: correct or remove it")
     if not is_text(value):
         raise InputError(f"{place} holds half of a surrogate pair in {text_column!r}: repair the row")
     return value
-
-
-def no_text_column(place: str, columns: Iterable[str], text_column: str) -> InputError:
-    """Return the refusal of rows that have only other ``columns``."""
-    found = f"(columns: {join_names(columns, MAX_NAMED)})"
-    return InputError(f"{place} has no text column {text_column!r} {found}: name it with --text_column")
 
 
 def _finished(splits: Splits, notes: Sequence[str]) -> TextSplits:
@@ -287,41 +284,6 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _num_bytes(text: str) -> int:
-    return len(text.encode())
-
-
-def mix(
-    documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
-) -> tuple[datasets.Dataset, str]:
-    """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on); say how: rule 3 of NOTE [ documents ]."""
-    generator = np.random.Generator(np.random.Philox(seed))
-    num_bytes = np.array(of_each(documents, column="text", function=_num_bytes, dtype="int64"))
-    source_of = documents.with_format("numpy")["source"][:]
-    members = [np.flatnonzero(source_of == number) for number in range(len(names))]
-    for name, indices in zip(names, members, strict=True):
-        if not len(indices):
-            raise InputError(f"--mix_weights: {name} has no text to train on: leave it and its weight out")
-    shares = np.asarray(weights) / np.sum(weights) * num_bytes.sum()
-    drawn = [_drawn(indices, num_bytes, share, generator) for indices, share in zip(members, shares, strict=True)]
-    sizes = [num_bytes[indices].sum() for indices in drawn]
-    taken = [
-        f"{len(chosen):,} documents from {name} (of {len(indices):,}; {size / sum(sizes):.1%} of the bytes)"
-        for name, indices, chosen, size in zip(names, members, drawn, sizes, strict=True)
-    ]
-    mixed = documents.select(generator.permutation(np.concatenate(drawn)))
-    return mixed, f"a pass takes {', '.join(taken)}"
-
-
-def _drawn(indices: np.ndarray, num_bytes: np.ndarray, share: float, generator: np.random.Generator) -> np.ndarray:
-    """Draw documents with ``share`` bytes, at least one: all as often as they fit, and random ones once more."""
-    order = generator.permutation(indices)
-    repeats, rest = divmod(share, int(num_bytes[indices].sum()))
-    sums = np.concatenate([[0], np.cumsum(num_bytes[order])])
-    nearest = int(np.abs(sums - rest).argmin())
-    return np.concatenate([np.tile(indices, int(repeats)), order[: nearest or (not repeats)]])
-
-
 def _read_standard_library() -> Splits:
     """Read ``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
     features = Features({**TEXT, "path": Value("string")})
@@ -346,27 +308,30 @@ def _standard_library(root: str, version: str) -> Iterator[dict[str, str]]:
                 yield {"text": text, "path": path.relative_to(root).as_posix()}
 
 
-def _read_hub(dataset: str, config_name: str | None, text_column: str) -> tuple[Splits, list[str]]:
+def _read_hub(dataset: str, config_name: str | None) -> tuple[Splits, list[str]]:
     source = f"--dataset {dataset}"
     with _loading(dataset):
         splits = datasets.load_dataset(dataset, config_name)
-    chosen = choose_splits(splits, source)
-    names = {name for split in chosen.values() for name in splits[split].column_names} - {text_column}
-    texts = {split: _only_text(splits[name], text_column, source) for split, name in chosen.items()}
-    return texts, of_unused({f"column {name}" for name in names})
+    chosen = {split: splits[name] for split, name in choose_splits(splits, source).items()}
+    columns = {split: _only_text_column(_kinds_of(rows.features), source) for split, rows in chosen.items()}
+    texts = {split: _only_text(rows, columns[split], source) for split, rows in chosen.items()}
+    unused = {f"column {name}" for split, rows in chosen.items() for name in {*rows.column_names} - {columns[split]}}
+    return texts, of_unused(unused)
+
+
+def _kinds_of(features: Features) -> dict[str, bool]:
+    """Tell of each column whether it holds texts."""
+    return {name: "string" in str(getattr(feature, "dtype", "list")) for name, feature in features.items()}
 
 
 def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> datasets.Dataset:
-    if text_column not in rows.features:
-        raise no_text_column(source, rows.features, text_column)
     kind = str(getattr(rows.features[text_column], "dtype", "list"))
     if "string" not in kind and kind != "null":
-        hint = "name another one with --text_column"
-        raise InputError(f"{source} has no text in its column {text_column!r}, but {kind}: {hint}")
+        raise InputError(f"{source} has no text in its column {text_column!r}, but {kind}: give another data set")
     return rows.select_columns([text_column]).rename_columns({text_column: "text"})
 
 
-def _stream_hub(dataset: str, config_name: str | None, text_column: str, num_bytes: int) -> Splits:
+def _stream_hub(dataset: str, config_name: str | None, num_bytes: int) -> Splits:
     """Read only the first documents: up to ``num_bytes`` of text, of ``validation`` 5 % of that."""
     source = f"--dataset {dataset}"
     with _loading(dataset):
@@ -375,7 +340,6 @@ def _stream_hub(dataset: str, config_name: str | None, text_column: str, num_byt
     options = {
         "dataset": dataset,
         "config_name": config_name,
-        "text_column": text_column,
         "version": builder.cache_dir,  # holds the Hub's commit, or the names and times of local files
     }
     sizes = {"train": num_bytes, "validation": ceil(HELD_OUT * num_bytes)}
@@ -386,14 +350,14 @@ def _stream_hub(dataset: str, config_name: str | None, text_column: str, num_byt
 
 
 def _streamed(
-    dataset: str, config_name: str | None, split: str, text_column: str, num_bytes: int, version: str
+    dataset: str, config_name: str | None, split: str, num_bytes: int, version: str
 ) -> Iterator[dict[str, Any]]:
-    num_read = 0
+    num_read, text_column, source = 0, "", f"--dataset {dataset}"
     with _loading(dataset):
         for row in datasets.load_dataset(dataset, config_name, split=split, streaming=True):
-            if text_column not in row:
-                raise no_text_column(f"--dataset {dataset}", row, text_column)
-            text = text_of(row[text_column], f"--dataset {dataset}", text_column) or ""
+            kinds = {name: isinstance(value, str) for name, value in row.items()}
+            text_column = text_column or _only_text_column(kinds, source)
+            text = text_of(row[text_column], source, text_column) or ""
             yield {"text": text, **noted(f"column {key}" for key in row if key != text_column)}
             num_read += len(text.encode())
             if num_read >= num_bytes:

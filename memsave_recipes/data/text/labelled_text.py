@@ -31,7 +31,6 @@ from memsave_recipes.core.text import first_of, join_names, read_json
 from memsave_recipes.data import MAX_NAMED, in_classes_of_model
 from memsave_recipes.data.fingerprint import digest_of
 from memsave_recipes.data.sources import (
-    VALIDATION_FRACTION,
     Splits,
     choose_held_out,
     choose_splits,
@@ -104,20 +103,13 @@ class LabelledTextArguments:
         None, 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'
     )
     validation_file: list[str] | None = option(None, "the same; default: a part of --train_file")
-    validation_fraction: float | None = option(
-        None, "share of each class to hold out if there is no validation split; default: 0.1"
-    )
-    text_column: str | None = option(None, "default: the first of the usual names")
-    text_pair_column: str | None = option(None, "column of the second text of pairs")
+    text_column: list[str] | None = option(None, "one, or two of pairs; default: the first of the usual names")
     label_column: str | None = option(None, "default: the first of the usual names")
-    problem_type: ProblemType | None = option(
-        None, "what labels are; default: lists are several classes of a text, fractions are regression"
-    )
 
     def __post_init__(self) -> None:
         self.dataset = self.dataset or (None if self.train_file or self.validation_file else BUILT_IN)
-        fraction = self.validation_fraction
-        require(fraction is None or 0 < fraction < 1, "--validation_fraction", fraction, "above 0 and below 1")
+        named = self.text_column
+        require(named is None or len(named) < 3, "--text_column", " ".join(named or ()), "one column, or two of pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +179,10 @@ def load_labelled_text(
     splits, notes = _read_source(flags, only_validation=model_labels is not None)
     with progress_bars(False):
         first = splits.get("train") or splits["validation"]
-        columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
-        problem = given = flags.problem_type or model_problem
-        problem = problem or _problem_of(first, columns)
+        columns = _find_columns(first[0], flags.text_column or (), flags.label_column)
+        problem = model_problem or _problem_of(first, columns)
         selected = {
-            split: [_select(table, columns, problem, is_given=given is not None) for table in tables]
+            split: [_select(table, columns, problem, is_given=model_problem is not None) for table in tables]
             for split, tables in splits.items()
         }
         names, index_of = _classes(selected.get("train") or selected["validation"], problem)
@@ -213,15 +204,9 @@ def load_labelled_text(
     unused = {f"column {name}" for table in first for name in table.rows.column_names if name not in columns}
     notes = (*notes, *of_unused(unused), *(_of_names(names) if problem == SINGLE else ()))
     if "validation" not in kept:
-        fraction = flags.validation_fraction or VALIDATION_FRACTION
-        kept = _hold_out(kept["train"], problem, fraction, seed, _name_of(splits["train"]))
-        part = "a part" if problem == REGRESSION else "a part of each class"
-        how = f"held out by --validation_fraction {fraction} and --seed {seed}"
-        notes = (*notes, f"without a validation split, {part} is {how}")
-    elif flags.validation_fraction is not None:
-        raise InputError(
-            f"--validation_fraction {flags.validation_fraction}: there are validation texts: leave the flag or them out"
-        )
+        kept = _hold_out(kept["train"], problem, seed, _name_of(splits["train"]))
+        part = "a tenth" if problem == REGRESSION else "a tenth of each class"
+        notes = (*notes, f"without a validation split, {part} is held out by --seed {seed}")
     return LabelledText(
         train=kept.get("train", kept["validation"]),
         validation=kept["validation"],
@@ -328,19 +313,17 @@ def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
     return rows
 
 
-def _find_columns(table: _Table, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
+def _find_columns(table: _Table, texts: Sequence[str], label: str | None) -> dict[str, str]:
     """Find their names for the columns, and ours; where no usual one is there, the first, which ``_select`` refuses."""
     available = table.rows.column_names
-    if text is None and pair is None:
-        pairs = [names for names in PAIRS if set(names) <= set(available)]
-        text, pair = pairs[0] if pairs else (None, None)
-    text, label = (
-        named or next((name for name in usual if name in available), usual[0])
-        for named, usual in ((text, TEXTS), (label, LABELS))
+    usual_text, label_found = (
+        next((name for name in usual if name in available), usual[0]) for usual in (TEXTS, LABELS)
     )
-    ours = {text: "text", label: "label"} | ({pair: "text_pair"} if pair else {})
-    if len(ours) < (3 if pair else 2):
-        raise InputError(f"{table.source}: --text_column, --text_pair_column, --label_column must name different ones")
+    pairs = (names for names in PAIRS if set(names) <= set(available))
+    texts = texts or next(pairs, (usual_text,))
+    ours = {**dict(zip(texts, ("text", "text_pair"), strict=False)), label or label_found: "label"}
+    if len(ours) <= len(texts):
+        raise InputError(f"{table.source}: --text_column and --label_column must name different ones")
     return ours
 
 
@@ -395,14 +378,14 @@ def _select(table: _Table, columns: dict[str, str], problem: ProblemType, *, is_
         if theirs not in rows.column_names:
             raise InputError(
                 f"{source} has no column {theirs}, only {join_names(rows.column_names, MAX_NAMED)}: "
-                f"name it by --{ours}_column"
+                f"name it by --{ours.removesuffix('_pair')}_column"
             )
         if ours == "label":
             rows = _with_labels(table, theirs, problem, is_given)
             continue
         for number in (at for at, value in enumerate(rows[theirs][:], start=1) if not isinstance(value, str | None)):
             raise InputError(
-                f"{source}: row {number} has no text in its column {theirs}: name another one by --{ours}_column"
+                f"{source}: row {number} has no text in its column {theirs}: name another one by --text_column"
             )
     selected = rows.select_columns(list(columns)).rename_columns(columns)
     texts = {column: datasets.Value("string") for column in selected.column_names if column != "label"}
@@ -424,7 +407,7 @@ def _with_labels(table: _Table, column: str, problem: ProblemType, is_given: boo
         if is_other or not _is_label(value, problem) or (problem == SINGLE and not is_given and _is_bracketed(value)):
             raise InputError(
                 f"{source}: row {number} has the label {str(word)[:80]}, and {LABEL_RULES[problem]}: name another "
-                "column by --label_column, or see --problem_type"
+                "column by --label_column"
             )
     if not (problem == MULTI and any(isinstance(word, str) for word in written)):
         return rows
@@ -529,14 +512,14 @@ def _as_learned(table: _Table, names: list[str], index_of: dict[str, int], probl
     return rows.remove_columns("label").add_column("label", labels, feature=feature)
 
 
-def _hold_out(rows: datasets.Dataset, problem: ProblemType, fraction: float, seed: int, source: str) -> Splits:
+def _hold_out(rows: datasets.Dataset, problem: ProblemType, seed: int, source: str) -> Splits:
     """Hold out a part of each class, the first one of several; copies of a text stay together."""
     pairs = zip(*(rows[column][:] for column in ("text", "text_pair") if column in rows.column_names), strict=True)
     digests = np.array([digest_of("\0".join(texts).encode()) for texts in pairs])
     _, firsts, text_of = np.unique(digests, return_index=True, return_inverse=True)
     labels = [[0] if problem == REGRESSION else label if problem == MULTI else [label] for label in rows["label"][:]]
     classes = np.unique([(labels[at] or [-1])[0] for at in firsts], return_inverse=True)[1]
-    held_out = choose_held_out(classes, [str(digests[at]) for at in firsts], fraction, seed)
+    held_out = choose_held_out(classes, [str(digests[at]) for at in firsts], seed)
     if not len(held_out):
         raise InputError(f"{source} has one text a class, so none can be held out: add some, or --validation_file")
     return hold_out(rows, np.isin(text_of, held_out))

@@ -15,7 +15,7 @@ NOTE [ packing ]
    ``keeps_documents_apart`` tries it out.
 7. Conversations stay whole, because a reply without its question teaches nothing. They are packed by best-fit
    decreasing (Ding et al. 2024, https://arxiv.org/abs/2404.10830; TRL's ``bfd``). One that is longer than a row ends
-   with the last reply that fits whole, or is left out (``--too_long``).
+   with the last reply that fits whole, or is left out.
 """
 
 from bisect import bisect_left, insort

@@ -1,14 +1,12 @@
 """The rows of tokens of a language model by the flags: text or conversations, tokenizer, packed or padded."""
 
 import json
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.core.errors import InputError, option, require
-from memsave_recipes.core.text import printable_lines
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.text.chat_template import (
     CHATML_TOKENS,
@@ -27,10 +25,9 @@ from memsave_recipes.data.text.packing import (
     rows_of_documents,
 )
 from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer, load_tokenizer
+from memsave_recipes.models.pretrained import VOCAB_SIZE
 
 PROMPT_CHARACTERS = 100
-SHOWN_RUNS, SHOWN_CHARACTERS = 24, 200  # of --show_labels, and in each run of tokens
-MARKS = (("[[", "]]"), ("\x1b[32m", "\x1b[0m"))  # of what counts: brackets, or green on a terminal
 
 Prompt = str | Conversation
 
@@ -40,17 +37,12 @@ class RowArguments(TextArguments, ChatArguments):
     """The text, its tokenizer and the length of rows."""
 
     tokenizer_name: str | None = option(None, "folder or Hub id; default: the model's own")
-    vocab_size: int = option(8192, "vocabulary of the tokenizer, if one is trained")
     block_size: int = option(1024, "tokens of a row")
     packing: bool = option(True, "fill rows with several documents, kept apart; else pad")
-    max_eval_samples: int | None = option(None, "number of rows to evaluate on; default: all")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.block_size >= 2, "--block_size", self.block_size, "at least 2")
-        limit = self.max_eval_samples
-        require(limit is None or limit >= 1, "--max_eval_samples", limit, "at least 1")
-        require(self.vocab_size >= 260, "--vocab_size", self.vocab_size, "at least 260 (all bytes)")
 
     @property
     def stream_bytes(self) -> int | None:
@@ -67,14 +59,14 @@ class TokenRows:
     """The rows of both splits, and the tokenizer that made them.
 
     Args:
-        held_out_prompt: for the trained model: text to continue, or a conversation that lacks a reply.
+        prompt: for the trained model: text to continue, or a conversation that lacks a reply.
         end_of_turn: of conversations, the token at which replies end; ``None`` where the template has none.
     """
 
     train: Rows
     validation: Rows
     tokenizer: PreTrainedTokenizerBase
-    held_out_prompt: Prompt
+    prompt: Prompt
     end_of_turn: int | None = None
     notice: str | None
 
@@ -86,31 +78,6 @@ class TokenRows:
             samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
             tokenizer=digest_of_tokenizer(self.tokenizer),
         )
-
-    def prompt(self, text: str | None) -> Prompt:
-        """Return ``text``, in conversations as a user's message; by default held-out data."""
-        if text is None:
-            return self.held_out_prompt
-        asked: Conversation = {"messages": [{"role": "user", "content": text}], "tools": None}
-        return text if isinstance(self.held_out_prompt, str) else asked
-
-    def show_labels(self) -> None:
-        """Print the first conversation that is trained on: what counts in the loss is green, or in brackets."""
-        tokens, spans = self.train.tokens, self.train.spans
-        first = spans[[spans[:, 0].argmin()]]
-        ids, counted = tokens.read(first), tokens.is_counted(first)
-        counted[0] = False  # there is nothing before it
-        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(counted)) + 1)[:SHOWN_RUNS]
-        texts = (_shortened(printable_lines(str(self.tokenizer.decode(ids[run].tolist())))) for run in runs)
-        shown = "".join(f"\0{text}\1" if counted[run[0]] else text for run, text in zip(runs, texts, strict=True))
-        numbers = f"{counted.sum():,} of {len(ids):,} tokens"
-        shown = f"--show_labels: {numbers} of a training conversation count, as marked:\n{shown}"
-        in_brackets, in_green = (shown.replace("\0", one).replace("\1", other) for one, other in MARKS)
-        print(in_green if sys.stdout.isatty() else in_brackets, flush=True)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 60]} ... {text[-60:]}"
 
 
 def check_model(model: PreTrainedModel, rows: TokenRows, name: str, *, one_row: bool) -> None:
@@ -129,19 +96,19 @@ def load_rows(
     *,
     tokenizer_name: str | None,
     model_type: str | None = None,
+    vocab_size: int = VOCAB_SIZE,
     trust_remote_code: bool = False,
     stream_bytes: int | None = None,
     one_row: bool = False,
     max_positions: int | None = None,
-    seed: int = 0,
     eval_only: bool = False,
 ) -> TokenRows:
     """Load the text or the conversations that the flags name, and the tokenizer, and cut them into rows.
 
     Args:
         tokenizer_name: where ``--tokenizer_name`` is not given; with neither, one is trained on the text.
-        model_type: as ``load_tokenizer``.
-        stream_bytes, seed: as ``load_documents``.
+        model_type, vocab_size: as ``load_tokenizer``.
+        stream_bytes: as ``load_documents``.
         max_positions: of the model; ``None`` means no limit.
         eval_only: nothing is trained, so that ``--validation_file`` may be alone.
 
@@ -152,7 +119,7 @@ def load_rows(
     source = flags.tokenizer_name or tokenizer_name
     if eval_only and flags.validation_file and not flags.train_file and not source:
         raise InputError("--validation_file alone trains no tokenizer: give --model_name_or_path or --tokenizer_name")
-    is_new, vocab_size = source is None, flags.vocab_size
+    is_new = source is None
     has_chats = names_conversations(flags)
     if has_chats:
         text = load_conversations(flags, stream_bytes=stream_bytes, only_validation=eval_only)
@@ -160,7 +127,7 @@ def load_rows(
         texts = (words for chat in read for message in chat["messages"] for words in texts_of(message))
         vocab_size -= len(CHATML_TOKENS) if is_new else 0
     else:
-        text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
+        text = load_documents(flags, stream_bytes=stream_bytes, only_validation=eval_only)
         texts = iter(text.train["text"])
     tokenizer = load_tokenizer(
         source,
@@ -179,17 +146,14 @@ def load_rows(
 def _rows_of_documents(
     flags: RowArguments, text: TextSplits, tokenizer: PreTrainedTokenizerBase, one_row: bool
 ) -> TokenRows:
-    for name in ("chat_template", "train_on_prompt", "show_labels"):
-        if getattr(flags, name):
-            raise InputError(f"--{name} is for conversations, and the data are plain text: leave it out")
+    if flags.chat_template is not None:
+        raise InputError("--chat_template is for conversations, and the data are plain text: leave it out")
     train, validation = (
         rows_of_documents(documents, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         for documents in (text.train, text.validation)
     )
     prompt = text.validation[0]["text"][:PROMPT_CHARACTERS]
-    return TokenRows(
-        train=train, validation=validation, tokenizer=tokenizer, held_out_prompt=prompt, notice=text.notice
-    )
+    return TokenRows(train=train, validation=validation, tokenizer=tokenizer, prompt=prompt, notice=text.notice)
 
 
 def _rows_of_conversations(
@@ -197,8 +161,8 @@ def _rows_of_conversations(
 ) -> TokenRows:
     notes, rows = [chats.notice], []
     for split, conversations in (("training", chats.train), ("held-out", chats.validation)):
-        tokens = tokenize_conversations(conversations, tokenizer, train_on_prompt=flags.train_on_prompt)
-        lengths = tokens.lengths_within(flags.block_size, flags.too_long, split)
+        tokens = tokenize_conversations(conversations, tokenizer)
+        lengths = tokens.lengths_within(flags.block_size, split)
         rows.append(
             rows_of_conversations(tokens, lengths, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         )
@@ -216,7 +180,7 @@ def _rows_of_conversations(
         train=rows[0],
         validation=rows[1],
         tokenizer=tokenizer,
-        held_out_prompt={**held_out, "messages": messages[: next(replies, len(messages))]},
+        prompt={**held_out, "messages": messages[: next(replies, len(messages))]},
         end_of_turn=mark,
         notice=f"note: {'; '.join(filter(None, notes))}",
     )
@@ -226,17 +190,10 @@ def _notes(rows: Rows, lengths: np.ndarray, taken: np.ndarray, split: str) -> li
     """Say how full the rows are, and how many conversations, of int64 (N,) tokens, lose their end or all."""
     block_size = rows.block_size
     notes = [f"{len(rows):,} {split} rows, {taken.sum() / (len(rows) * block_size):.0%} full"] if rows.packing else []
-    is_longer = (lengths > block_size) & (taken > 0)
-    num_cut = int((is_longer & (taken == block_size)).sum())
-    if num_shorter := int(is_longer.sum()) - num_cut:
+    if num_cut := int(((lengths > block_size) & (taken > 0)).sum()):
         notes.append(
-            f"{num_shorter:,} of {len(lengths):,} {split} conversations end with the last reply within --block_size "
+            f"{num_cut:,} of {len(lengths):,} {split} conversations end with the last reply within --block_size "
             f"{block_size}"
-        )
-    if num_cut:
-        notes.append(
-            f"{num_cut:,} of {len(lengths):,} {split} conversations are cut at --block_size {block_size}, most of them "
-            "without the mark that ends a reply"
         )
     if num_left_out := int((taken == 0).sum()):
         notes.append(f"{num_left_out:,} {split} conversations are left out, as no reply fits into --block_size")

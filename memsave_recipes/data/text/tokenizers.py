@@ -37,7 +37,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, require
 from memsave_recipes.core.losses import label_of
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of
@@ -45,6 +45,7 @@ from memsave_recipes.data.sources import LONG_BYTES, generated, progress_bars
 from memsave_recipes.data.text.documents import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.models.hub import loading_by_name, open_tokenizer
+from memsave_recipes.models.pretrained import VOCAB_SIZE
 
 CHUNK_CHARACTERS = 2**18
 DOCUMENTS_AT_ONCE = 64
@@ -223,7 +224,7 @@ def load_tokenizer(
     tokenizer_name: str | None,
     texts: Iterable[str],
     *,
-    vocab_size: int = 8192,
+    vocab_size: int = VOCAB_SIZE,
     model_type: str | None = None,
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
@@ -239,6 +240,8 @@ def load_tokenizer(
     """
     if tokenizer_name is not None:
         return _load(tokenizer_name, trust_remote_code, flag)
+    has_room = vocab_size > 256  # for all bytes and the end of a text
+    require(has_room, "--config_overrides", f"vocab_size={vocab_size}", "at least 260 to train a tokenizer")
     with progress_bars(False):
         rows = generated(
             _trained,

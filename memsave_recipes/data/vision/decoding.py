@@ -3,21 +3,16 @@
 Where both splits take at most 256 MiB, decoded and resized, an image is decoded once, but not in a data worker, each of
 which would hold a copy. The largest value of a data set decides for all grey images of 16 bits, whose files do not say
 how many bits they use: ``grey_bits`` of the saved image processor. PGM files state theirs, and Pillow scales by it.
-
-Many a damaged image decodes, to wrong pixels: with a bit flipped 48 of 60 JPEGs did, with a zeroed tail all of 60. So
-``SHA256SUMS`` is compared.
 """
 
 import os
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import numpy as np
@@ -27,7 +22,7 @@ from torch import Tensor
 from memsave_recipes.core.errors import InputError, packages_of
 from memsave_recipes.core.losses import label_of
 from memsave_recipes.core.text import first_line, first_of
-from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
+from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.data.sources import LONG_BYTES, Splits, of_each, progress_bars
 from memsave_recipes.data.vision.augmentation import (
     CROP,
@@ -39,7 +34,7 @@ from memsave_recipes.data.vision.augmentation import (
     tensor_of,
     transformed,
 )
-from memsave_recipes.data.vision.image_folder import file_state, readable
+from memsave_recipes.data.vision.image_folder import file_state
 
 with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError
@@ -47,7 +42,6 @@ with packages_of("vision", "images"):
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # twice as many pixels are an error
 
 Stored = dict[str, Any]  # an image as ``datasets`` stores it: ``bytes``, ``path``, or both
-ResizeMode = Literal["crop", "squash"]
 MAX_ASPECT = 16
 MAX_KEPT_BYTES = 256 * 1024**2
 MAX_NAMED = 10
@@ -68,7 +62,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     rows: datasets.Dataset
     split: str
     image_size: int
-    resize_mode: ResizeMode
     augmentation: Augmentation | None
     seed: int
     keeps_pixels: bool
@@ -137,15 +130,14 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             pixels = self._pixels(index, epoch, image)
         except Exception as error:
             name = _name_of(image, index, self.split)
-            hint = "replace it, delete it, or pass --skip_broken_images"
-            raise InputError(f"{name} is not a readable image ({reason_of(error)}): {hint}") from error
+            raise InputError(f"{name} is not a readable image ({reason_of(error)}): replace or delete it") from error
         if self.keeps_pixels and torch.utils.data.get_worker_info() is None:
             self._kept[index] = pixels, label
         return pixels, label
 
     def _pixels(self, index: int, epoch: int, image: Stored) -> Tensor:
         if CROP not in self.transforms:
-            return pixels_of(image, self.image_size, self.resize_mode, self.grey_bits)
+            return pixels_of(image, self.image_size, self.grey_bits)
         return tensor_of(
             random_resized_crop(decode(image, self.grey_bits), self.image_size, self._draws(index, epoch, 1))
         )
@@ -158,39 +150,36 @@ def class_names(rows: datasets.Dataset) -> list[str]:
     return names
 
 
-def without_broken(
-    splits: Splits, source: str, folder: str | None, *, skip: bool
-) -> tuple[Splits, list[str], list[datasets.Dataset]]:
-    """Leave out the broken images of ``source``; without ``skip`` only headers are read, and they raise ``InputError``.
+def check_headers(splits: Splits, source: str, folder: str | None) -> list[datasets.Dataset]:
+    """Read the header of every image of ``source``; return the images of 16 bits, by split.
 
-    Returns:
-        The other images, the names (below ``folder``) of the broken ones with the reasons, and the images of 16 bits.
+    Raises ``InputError`` with the names (below ``folder``) of those that cannot be read, and why.
     """
-    whole, broken, grey = {}, [], []
-    look = defect_of_pixels if skip else defect_of_header
+    broken, grey = [], []
     for split, rows in splits.items():
-        defects = np.array(of_each_image(rows, desc="checking images", function=look))
-        is_grey, is_broken = defects == GREY, ~np.isin(defects, ["", GREY])
-        whole[split] = rows.select(np.flatnonzero(~is_broken))
-        grey.append(rows.select(np.flatnonzero(is_grey)))
-        for index in np.flatnonzero(is_broken).tolist():
+        defects = np.array(of_each_image(rows, desc="checking images", function=defect_of_header))
+        grey.append(rows.select(np.flatnonzero(defects == GREY)))
+        for index in np.flatnonzero(~np.isin(defects, ["", GREY])).tolist():
             broken.append(f"{_name_of(rows[index]['image'], index, split, folder)} ({defects[index]})")
-    if broken and not skip:
+    if broken:
         raise InputError(
             f"{source}: {len(broken):,} of {sum(map(len, splits.values())):,} images cannot be read: "
-            f"{first_of(broken, MAX_NAMED)}: replace them, delete them, or pass --skip_broken_images"
+            f"{first_of(broken, MAX_NAMED)}: replace or delete them"
         )
-    return whole if broken else splits, broken, [rows for rows in grey if len(rows)]
+    return [rows for rows in grey if len(rows)]
 
 
-def bits_of_grey(grey: Sequence[datasets.Dataset]) -> int:
+def bits_of_grey(grey: Sequence[datasets.Dataset], source: str) -> int:
     """Count the bits, at least 8, of the largest value of images of 16 bits; raise ``InputError`` if one is broken."""
-    largest = [
-        int(one) for rows in grey for one in of_each_image(rows, function=_largest_grey, desc="reading grey values")
-    ]
-    if min(largest) < 0:
-        raise InputError("a grey image of 16 bits cannot be decoded: pass --skip_broken_images, which names it")
-    return max(8, max(largest).bit_length())
+    largest = 0
+    for rows in grey:
+        values = list(map(int, of_each_image(rows, function=_largest_grey, desc="reading grey values")))
+        if min(values) < 0:
+            index = values.index(min(values))
+            name = _name_of(rows[index]["image"], index, "grey")
+            raise InputError(f"{source}: {name} cannot be decoded: replace or delete it")
+        largest = max(largest, *values)
+    return max(8, largest.bit_length())
 
 
 def _largest_grey(stored: Stored) -> str:
@@ -200,9 +189,9 @@ def _largest_grey(stored: Stored) -> str:
         return "-1"
 
 
-def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bits: int = MAX_GREY_BITS) -> Tensor:
+def pixels_of(stored: Stored, image_size: int, grey_bits: int = MAX_GREY_BITS) -> Tensor:
     """Return the pixels of an image, uint8 (3, image_size, image_size); raises as ``decode``."""
-    return tensor_of(resized(decode(stored, grey_bits), image_size, resize_mode))
+    return tensor_of(resized(decode(stored, grey_bits), image_size))
 
 
 def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:
@@ -220,15 +209,13 @@ def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
-def resized(image: Image.Image, image_size: int, resize_mode: ResizeMode) -> Image.Image:
+def resized(image: Image.Image, image_size: int) -> Image.Image:
     """Make a square of ``image_size`` pixels a side, bilinear with antialiasing.
 
-    ``crop`` resizes the shorter side to ``image_size`` and cuts out the middle, to the pixel as the image processors of
-    transformers do with ``shortest_edge`` and ``do_center_crop``. ``squash`` resizes both sides. Of an image longer
-    than 16 squares only the middle ones are resized, since the rest is cut off in any case.
+    The shorter side is resized to ``image_size`` and the middle cut out, to the pixel as the image processors of
+    transformers do with ``shortest_edge`` and ``do_center_crop``. Of an image longer than 16 squares only the middle
+    ones are resized, since the rest is cut off in any case.
     """
-    if resize_mode == "squash":
-        return image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     shorter = min(image.size)
     if max(image.size) > MAX_ASPECT * shorter:
         image = _middle(image, *(min(side, MAX_ASPECT * shorter) for side in image.size))
@@ -249,15 +236,6 @@ def defect_of_header(stored: Stored) -> str:
             return GREY if image.mode.startswith(GREY) else ""
     except Exception as error:
         return reason_of(error)
-
-
-def defect_of_pixels(stored: Stored) -> str:
-    """Say why an image cannot be decoded; else ``GREY`` or nothing, by its kind."""
-    try:
-        decode(stored)
-    except Exception as error:
-        return reason_of(error)
-    return defect_of_header(stored)
 
 
 def reason_of(error: Exception) -> str:
@@ -282,44 +260,15 @@ def _name_of(image: Stored | None, index: int, split: str, folder: str | None = 
     return os.path.relpath(path, folder) if folder else str(path)
 
 
-LIST = "SHA256SUMS"
-LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 SPLITS = {"train": "training images", "validation": "held-out images"}
 
 
-def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> dict[str, str]:
-    """Compare every image with ``SHA256SUMS`` of its folder; return the digest of each by its name below the folder.
-
-    Raises:
-        InputError: an image has other bytes, is not in the list or not in the folder; or a malformed line.
-    """
-    if not Path(data_dir, LIST).exists():
-        return {}
-    root = os.path.abspath(data_dir)
-    listed = _read_list(root)
-    names = {split: names_below(rows, data_dir) for split, rows in splits.items()}
-    found = {name for split in names.values() for name in split}
-    _refuse(data_dir, found - listed.keys(), f"not in {LIST}", "delete, or add with sha256sum")
-    _refuse(data_dir, _lost(listed.keys() - found, root, found), f"in {LIST}, but not there", "restore, or take out")
-    changed = {
-        name
-        for split, rows in splits.items()
-        for name, digest in zip(names[split], of_each_image(rows, function=_sha256, desc="hashing images"), strict=True)
-        if digest != listed[name]
-    }
-    _refuse(data_dir, changed, f"other bytes than {LIST} says", "restore, or make the list again if that is meant")
-    return {name: listed[name] for name in found}
-
-
-def fingerprint_of_images(
-    splits: dict[str, datasets.Dataset], data_dir: str | None, listed: dict[str, str]
-) -> Fingerprint:
+def fingerprint_of_images(splits: dict[str, datasets.Dataset], data_dir: str | None) -> Fingerprint:
     """Make the images' fingerprint: rules 2 and 3 of NOTE [ the same data ].
 
     Args:
         splits: with the columns ``image``, still encoded, and ``label``.
         data_dir: the folder that they are files of; ``None`` for a data set.
-        listed: the result of ``check_against_list``.
     """
     found = Fingerprint(samples={}, label_names=tuple(class_names(splits["train"])))
     for split, rows in splits.items():
@@ -334,8 +283,6 @@ def fingerprint_of_images(
             files, (f"{file} {state.st_size} {label}" for file, state, label in described)
         )
         found.times[name] = _samples_of(files, (f"{state.st_mtime_ns}" for state in states))
-        if listed:
-            found.contents[name] = _samples_of(files, (listed[file] for file in files))
     return found
 
 
@@ -364,38 +311,7 @@ def _digests_of(images: list[dict[str, Any]], labels: list[Any]) -> dict[str, li
     return {"digest": digests}
 
 
-def _read_list(root: str) -> dict[str, str]:
-    """Return the digest of each name; names are below ``root``."""
-    path, listed = Path(root, LIST), {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), start=1):
-        if not line or line.startswith("#"):
-            continue
-        match = LINE.fullmatch(line)
-        if match is None:
-            raise InputError(f"{path} line {number} is no SHA-256 and a name: make the list with sha256sum")
-        listed[os.path.relpath(os.path.join(root, match[2]), root)] = match[1].lower()
-    return listed
-
-
-def _lost(names: set[str], root: str, found: set[str]) -> set[str]:
-    """Find the missing files of the splits that are read; a flat folder is read as a whole."""
-    read = {Path(name).parts[0] for name in found}
-    if "train" not in read:
-        read = {Path(name).parts[0] for name in names}
-    return {name for name in names if Path(name).parts[0] in read and not os.path.exists(os.path.join(root, name))}
-
-
 def names_below(rows: datasets.Dataset, folder: str) -> list[str]:
     """Return the paths of the images below a folder."""
     root = os.path.abspath(folder)
     return [os.path.relpath(image["path"], root) for image in rows["image"]]
-
-
-def _sha256(image: Stored) -> str:
-    with readable(image["path"]):
-        return sha256_of_file(image["path"])
-
-
-def _refuse(data_dir: str, names: set[str], rule: str, hint: str) -> None:
-    if names:
-        raise InputError(f"--data_dir {data_dir}: {rule}: {first_of(sorted(names), 1)}; {hint}")

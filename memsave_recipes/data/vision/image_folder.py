@@ -2,8 +2,8 @@
 
 docs/data.md has the layout. Files next to class folders are not read, and a class folder without images is no class.
 In class folders, files with other endings than those of images are counted.
-Links to images and to class folders are followed, links to folders inside of a class folder are refused. Images come by
-class, then by path, whatever order the file system has.
+Links to images and to class folders are followed. Images come by class, then by path, whatever order the file system
+has.
 """
 
 import os
@@ -34,22 +34,21 @@ LEFT_BEHIND = ("__MACOSX", "@eaDir")
 """Folders of archives made on macOS, and of thumbnails on Synology's disks."""
 
 
-def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links: bool = False) -> "ImageFiles":
+def find_images(data_dir: str) -> "ImageFiles":
     """Find the images of a folder, without reading one.
 
     Raises:
-        InputError: no such folder, split or images; a folder inside a class folder; a link that leads nowhere, unless
-            ``skip_lost_links``; a name that is not UTF-8; a file of metadata.
+        InputError: no such folder, split or images; a folder inside a class folder; a link that leads nowhere; a name
+            that is not UTF-8; a file of metadata.
     """
     if not os.path.isdir(data_dir):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"--data_dir {data_dir} is not a directory: name one that holds a folder per class")
-    files = ImageFiles(data_dir, nested_classes)
+    files = ImageFiles(data_dir)
     folders = dict(files.splits())
     files.paths = {split: files.classes_in(folder) for split, folder in folders.items()}
-    if files.lost_links and not skip_lost_links:
+    if files.lost_links:
         raise files.refused(
-            f"{first_of(files.lost_links, 1)} is a link that leads nowhere: mount its disk, delete it, or pass "
-            "--skip_broken_images"
+            f"{first_of(files.lost_links, 1)} is a link that leads nowhere: mount its disk, or delete it"
         )
     for split, folder in folders.items():
         if not files.paths[split]:
@@ -98,10 +97,9 @@ class ImageFiles:
     ``left_out`` counts the endings of other files in class folders.
     """
 
-    def __init__(self, data_dir: str, nested_classes: bool) -> None:
+    def __init__(self, data_dir: str) -> None:
         self.data_dir = data_dir
         self.root = os.path.abspath(data_dir)
-        self.nested_classes = nested_classes
         self.paths: dict[str, dict[str, list[str]]] = {}
         self.lost_links: list[str] = []
         self.left_out: Counter[str] = Counter()
@@ -139,14 +137,16 @@ class ImageFiles:
         for entry in self._entries(folder):
             self._check_name(entry)
             if entry.is_dir():
-                self._check_nested(entry)
-                yield from self._images_in(entry.path)
-            elif entry.name in ImageFolder.METADATA_FILENAMES:
+                raise self.refused(
+                    f"{self._name_of(entry)} is a folder inside a class folder: move its images up, or name the folder "
+                    "that holds the class folders"
+                )
+            if entry.name in ImageFolder.METADATA_FILENAMES:
                 raise self.refused(
                     f"{self._name_of(entry)} describes images in a way of its own, and their class is the name of "
                     "their folder: move it away"
                 )
-            elif entry.is_file() and (ending := Path(entry.name).suffix.lower()) in ENDINGS:
+            if entry.is_file() and (ending := Path(entry.name).suffix.lower()) in ENDINGS:
                 yield entry.path
             elif entry.is_file():
                 self.left_out[ending] += 1
@@ -161,16 +161,6 @@ class ImageFiles:
     def _check_name(self, entry: "os.DirEntry[str]") -> None:
         if not is_text(entry.name):
             raise self.refused(f"the name {self._name_of(entry)!r} is not UTF-8 text: rename it")
-
-    def _check_nested(self, entry: "os.DirEntry[str]") -> None:
-        name = self._name_of(entry)
-        if not self.nested_classes:
-            raise self.refused(
-                f"{name} is a folder inside a class folder: move its images up, pass --nested_classes to count them to "
-                "the class, or name the folder that holds the class folders"
-            )
-        if entry.is_symlink():
-            raise self.refused(f"{name} is a link to a folder inside a class folder: put the folder itself there")
 
     def _name_of(self, entry: "os.DirEntry[str]") -> str:
         return os.path.relpath(entry.path, self.root)

@@ -17,7 +17,6 @@ from memsave_recipes.core.text import first_of, join_names, printable
 from memsave_recipes.data import in_classes_of_model
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.sources import (
-    VALIDATION_FRACTION,
     Splits,
     choose_held_out,
     choose_splits,
@@ -26,20 +25,16 @@ from memsave_recipes.data.sources import (
 )
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS, CROP, MIXES, TRANSFORMS, Augmentation
 from memsave_recipes.data.vision.decoding import (
-    LIST,
     MAX_GREY_BITS,
     MAX_KEPT_BYTES,
-    MAX_NAMED,
     ImageDataset,
-    ResizeMode,
     bits_of_grey,
-    check_against_list,
+    check_headers,
     class_names,
     fingerprint_of_images,
     names_below,
-    without_broken,
 )
-from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, read_folder
+from memsave_recipes.data.vision.image_folder import find_images, read_folder
 from memsave_recipes.models.hub import loading_by_name
 
 DIGITS_SIZE, PHOTOGRAPH_SIZE = 32, 224
@@ -54,17 +49,10 @@ class ImageDataArguments:
 
     dataset: str | None = option(None, "digits (the default, built in) or a Hub id")
     data_dir: str | None = option(None, "folder with one folder per class, or train/ and validation/ with these")
-    nested_classes: bool = option(False, "images in folders inside a class folder belong to this class")
-    validation_fraction: float | None = option(
-        None, "share of each class to hold out if there is no validation split; default: 0.1"
-    )
     image_size: int = option(
         None,
         "size of the images in pixels (square); default: the size of --model_name_or_path, else 32 for "
         "digits and 224 for others",
-    )
-    resize_mode: ResizeMode = option(
-        "crop", "crop: resize the shorter side to --image_size, then crop the centre; squash: resize both sides"
     )
     augmentation: str = option(
         None,
@@ -72,16 +60,12 @@ class ImageDataArguments:
         "default: digits for digits, else article",
         nargs="+",
     )
-    skip_broken_images: bool = option(False, "leave out unreadable images and name them")
 
     def __post_init__(self) -> None:
         if self.dataset and self.data_dir:
             raise InputError("give the images by exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR")
         self.dataset = self.dataset or (None if self.data_dir else "digits")
-        is_digits, fraction = self.dataset == "digits", self.validation_fraction
-        require(fraction is None or 0 < fraction < 1, "--validation_fraction", fraction, "above 0 and below 1")
-        if self.nested_classes and not self.data_dir:
-            raise InputError("--nested_classes needs --data_dir: leave it out")
+        is_digits = self.dataset == "digits"
         if self.image_size is None:
             self.image_size = DIGITS_SIZE if is_digits else PHOTOGRAPH_SIZE
         require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
@@ -119,18 +103,15 @@ class ImageSplits:
     """Two splits over the same classes.
 
     Args:
-        num_listed: images that agree with ``SHA256SUMS``.
         grey_bits: of the values in grey images of 16 bits; ``None`` where there are none.
-        held_out_by: the flags that hold out validation images; ``None`` where the source has a validation split.
+        held_out_by: the flag by which a part is held out; ``None`` where the source has a validation split.
         left_out: lines on files that are no images by their names.
     """
 
     train: ImageDataset
     validation: ImageDataset
     label_names: tuple[str, ...]
-    num_listed: int
     grey_bits: int | None
-    broken: tuple[str, ...]
     held_out_by: str | None
     left_out: Sequence[str]
     fingerprint: Fingerprint
@@ -149,16 +130,11 @@ class ImageSplits:
             classes += f"; any number of them an image: {MULTI}"
         lines = [f"{sizes}; {classes}"]
         if self.held_out_by:
-            lines.append(f"note: without a validation split, a part of each class is held out by {self.held_out_by}")
+            lines.append(f"note: without a validation split, a tenth of each class is held out by {self.held_out_by}")
         lines += [f"note: {line}" for line in self.left_out]
-        if self.num_listed:
-            lines.append(f"note: {self.num_listed:,} images are what {LIST} says")
         if self.grey_bits is not None:
             most = 2**self.grey_bits - 1
             lines.append(f"note: the values of 16-bit grey images are taken for {self.grey_bits} bits, 0 to {most:,}")
-        if self.broken:
-            named = first_of(self.broken, MAX_NAMED)
-            lines.append(f"note: {len(self.broken):,} broken images are left out: {named}")
         return tuple(map(printable, lines))
 
 
@@ -171,8 +147,7 @@ def load_images(
 ) -> ImageSplits:
     """Load the labelled images that the flags name; only the training images are augmented.
 
-    Before anything trains, the header of every image is checked, or with ``--skip_broken_images`` every image is
-    decoded.
+    Before anything trains, the header of every image is checked.
 
     Args:
         seed: of the augmentation, and of the images that are held out; the digits are always split alike.
@@ -180,30 +155,23 @@ def load_images(
         grey_bits: with which the model was trained; by default those of the largest value.
 
     Raises:
-        InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
+        InputError: as ``read_images``; an image is broken; there are too few to hold out.
     """
-    splits, lost_links, left_out = read_images(flags)
+    splits, left_out = read_images(flags)
     if model_labels is not None:
         splits = {split: _labelled_as(rows, model_labels, flags.source) for split, rows in splits.items()}
-    listed = check_against_list(splits, flags.data_dir) if flags.data_dir else {}
-    broken: list[str] = []
-    if flags.dataset != "digits":
-        splits, broken, grey = without_broken(splits, flags.source, flags.data_dir, skip=flags.skip_broken_images)
-        grey_bits = grey_bits or (bits_of_grey(grey) if grey else None)
-    if broken:
-        check_labels(splits, f"{flags.source} without its broken images")
+    if flags.dataset != "digits" and (grey := check_headers(splits, flags.source, flags.data_dir)):
+        grey_bits = grey_bits or bits_of_grey(grey, flags.source)
     held_out_by = None
     if "validation" not in splits:
-        fraction = flags.validation_fraction or VALIDATION_FRACTION
-        held_out_by = f"--validation_fraction {fraction} and --seed {seed}"
-        splits = _hold_out(splits["train"], flags, fraction, seed)
+        held_out_by = f"--seed {seed}"
+        splits = _hold_out(splits["train"], flags, seed)
     num_bytes = sum(map(len, splits.values())) * 3 * flags.image_size**2
     train, validation = (
         ImageDataset(
             rows=splits[name],
             split=name,
             image_size=flags.image_size,
-            resize_mode=flags.resize_mode,
             augmentation=applied,
             seed=seed,
             transforms=transforms,
@@ -219,53 +187,41 @@ def load_images(
         train=train,
         validation=validation,
         label_names=tuple(class_names(splits["train"])),
-        num_listed=len(listed),
         grey_bits=grey_bits,
-        broken=(*lost_links, *broken),
         held_out_by=held_out_by,
         left_out=left_out,
-        fingerprint=fingerprint_of_images(splits, flags.data_dir, listed),
+        fingerprint=fingerprint_of_images(splits, flags.data_dir),
     )
 
 
-def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str], list[str]]:
+def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
     """Read ``train`` and, where the source has one, ``validation``.
 
-    Also returns the links of a folder that lead nowhere, and lines on files that are left out.
+    Also returns lines on files that are left out.
 
     Raises:
-        InputError: as ``find_images``; a source, a split, a column or images missing; one class; unknown classes; or
-            ``--validation_fraction`` where there is a validation split.
+        InputError: as ``find_images``; a source, a split, a column or images missing; one class; or unknown classes.
     """
-    lost_links: list[str] = []
     left_out: list[str] = []
     if flags.data_dir:
-        files = _find(flags, flags.data_dir)
-        splits, lost_links, left_out = read_folder(files, flags.source), files.lost_links, files.notes
+        files = find_images(flags.data_dir)
+        splits, left_out = read_folder(files, flags.source), files.notes
     elif flags.dataset == "digits":
         splits = _read_digits()
     else:
         splits = _read_hub(str(flags.dataset))
-    if flags.validation_fraction is not None and "validation" in splits:
-        raise InputError(
-            f"--validation_fraction {flags.validation_fraction}: {flags.source} has a validation split: leave it out"
-        )
     splits = {split: _image_and_label(rows, flags.source) for split, rows in splits.items()}
     if isinstance(splits["train"].features["label"], datasets.List):
         splits = _with_classes_of_words(splits, flags.source)
     check_labels(splits, flags.source)
-    return splits, lost_links, left_out
+    return splits, left_out
 
 
 def count_classes(flags: ImageDataArguments) -> int | None:
     """Count the classes of a source, without reading an image; ``None`` where only reading would tell."""
     if flags.data_dir:
-        return len(_find(flags, flags.data_dir).label_names)
+        return len(find_images(flags.data_dir).label_names)
     return 10 if flags.dataset == "digits" else None
-
-
-def _find(flags: ImageDataArguments, data_dir: str) -> ImageFiles:
-    return find_images(data_dir, nested_classes=flags.nested_classes, skip_lost_links=flags.skip_broken_images)
 
 
 def check_labels(splits: Splits, source: str) -> None:
@@ -324,12 +280,12 @@ def _relabelled(rows: datasets.Dataset, names: list[str], place_of: dict[Any, in
     return rows.remove_columns("label").add_column("label", labels, feature=feature)
 
 
-def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, fraction: float, seed: int) -> Splits:
+def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, seed: int) -> Splits:
     # Of several classes the first counts; images without one are a class of their own.
     labels = np.array([(label or [-1])[0] if isinstance(label, list) else label for label in rows["label"]])
     labels = np.unique(labels, return_inverse=True)[1]
     names = names_below(rows, flags.data_dir) if flags.data_dir else list(map(str, range(len(rows))))
-    held_out = choose_held_out(labels, names, fraction, seed)
+    held_out = choose_held_out(labels, names, seed)
     if not len(held_out):
         raise InputError(
             f"{flags.source} has no validation split, and one image a class, so none can be held out: add some"

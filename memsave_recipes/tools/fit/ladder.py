@@ -92,7 +92,7 @@ def find_subject(word: str) -> Subject:
         vocabulary = getattr(config, "vocab_size", None)
         if subject.recipe == IMAGES or vocabulary is None:
             return subject
-        return replace(subject, flags=(*subject.flags, "--vocab_size", str(vocabulary)))
+        return replace(subject, flags=(*subject.flags, "--config_overrides", f"vocab_size={vocabulary}"))
     return _pretrained(word)
 
 

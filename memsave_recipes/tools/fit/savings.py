@@ -187,15 +187,11 @@ def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
             yield Saving(flags=f"--optimizer {other}", state_bytes=freed, curve="another optimizer's")
 
 
-WITHOUT_ADAPTERS = ("freeze_backbone", "train_last_blocks")
-"""Flags beside which there is no ``--lora``."""
-
-
 def _adapters(setup: Setup) -> Iterator[Saving]:
     """Free gradients and state of frozen weights, and add adapters with theirs; our classifiers take none."""
     is_classifier = "freeze_backbone" in setup.flags
     takes_adapters = isinstance(setup.model, PreTrainedModel) or not is_classifier
-    if takes_adapters and setup.flags.get("lora") is False and not any(map(setup.flags.get, WITHOUT_ADAPTERS)):
+    if takes_adapters and setup.flags.get("lora") is False and not setup.flags.get("freeze_backbone"):
         added = added_by_lora(setup.model, setup.flags["lora_rank"], is_classifier=is_classifier)
         yield Saving(
             flags="--lora",

@@ -33,19 +33,18 @@ FLAGS = {
 }
 """The fields of ``SampleOrder``, as the user knows them."""
 FREE = {
-    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
+    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "full_determinism"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "async_save", "skip_nonfinite"),
     *("load_best_model_at_end", "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold"),
-    *("collective_timeout_minutes", "project", "run_name", "tags", "show_labels", "push_to_hub", "hub_private_repo"),
-    *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
-    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
+    *("collective_timeout_minutes", "project", "run_name", "tags"),
+    *("logging_steps", "eval_steps", "memory_snapshot", "verify", "dataloader_num_workers"),
+    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing"),
     *("compile", "stream_weights"),
 }
 """The flags that change no weight, or no more than rounding does."""
 LATER = {
     "batchnorm": "local",
     "decay_all": True,
-    "too_long": "truncate",
     "bitwise_topology": False,
     "packed_attention": "mask",
     "fused_ops": NONE,
@@ -55,7 +54,7 @@ LATER = {
     "sequence_parallel": 1,
 }
 """Flags that runs of an earlier version did not have, and how they were trained."""
-SAME: dict[str, set[str | None]] = {"offload_optimizer": {NONE, "state"}, "text_column": {None, "text"}}
+SAME: dict[str, set[str | None]] = {"offload_optimizer": {NONE, "state"}}
 """Values of flags that give the same bits."""
 ROUNDS = {
     **dict.fromkeys(("shard", "reduce_gradients", "sequence_parallel"), "ranks add gradients in another order"),
@@ -65,15 +64,36 @@ ROUNDS = {
 """Flags that change no more than rounding does, and why."""
 CHOSEN = ("packed_attention", "dtype", "fused_ops")
 """Flags whose ``auto`` is what the run began with, which most resolve and write down."""
-KEPT = {"decay_all": False, "too_long": "drop"}
+REMOVED: dict[str, tuple[Any, ...]] = {
+    "too_long": ("drop",),
+    "train_on_prompt": (False,),
+    "mix_weights": (None,),
+    "text_column": (None, "text"),
+    "vocab_size": (8192,),
+    "lora_alpha": (32,),
+    "lora_dropout": (0.0,),
+    "lora_target_modules": (["all-linear"],),
+    "lora_modules_to_save": ([],),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "train_last_blocks": (None,),
+    "resize_mode": ("crop",),
+    "nested_classes": (False,),
+    "skip_broken_images": (False,),
+    "validation_fraction": (None, 0.1),
+    "text_pair_column": (None,),
+    "problem_type": (None,),
+}
+"""Flags that earlier versions had, and the values with which those trained as this one does."""
+KEPT = {"decay_all": False}
 """Flags that by default, which is the value here, stay as a run began: one of an earlier version did otherwise."""
-CONTENTS = {"weights_by_class": "--class_weights"}
+CONTENTS = {"weights_by_class": "--class_weights", "lora_entries": "--lora_config"}
 """What a run has read from the file of a flag, and that flag."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
 """The flags of a search for a plan."""
-PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
+PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights", "lora_config"}
 """Paths, which may have changed; their content is trusted to be the same."""
 ANOTHER_VERSION = "another version may compute in another way"
 WHY_NOT_BIT_EXACT = {
@@ -227,6 +247,12 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
     saved = LATER | saved
     if now.get("bitwise_topology"):
         _check_same_micro_batch(saved, now)
+    for name in REMOVED.keys() & saved.keys() - now.keys():
+        if saved[name] not in REMOVED[name]:
+            raise InputError(
+                f"--resume: the run was started with --{name} {saved[name]}, which this version does not have: go on "
+                "with the version of then, or name another --output_dir"
+            )
     free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
     notices = []
     for name in saved.keys() & now.keys() - free:
@@ -251,7 +277,7 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
 
 
 def _is_same(name: str, was: Any, now: Any) -> bool:
-    return bool(was == now or (name in SAME and {was, now} <= SAME[name]))
+    return bool(was == now or [was] == now or (name in SAME and {was, now} <= SAME[name]))
 
 
 def _check_same_micro_batch(saved: dict[str, Any], now: dict[str, Any]) -> None:

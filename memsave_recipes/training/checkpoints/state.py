@@ -146,9 +146,9 @@ class TrainState:
         state = max(state, num_bytes(trees.pop("optimizer")))
         return state + sum(num_bytes(tree) for tree in trees.values())
 
-    def num_bytes_of_weights(self, *, merged: bool = False) -> int:
-        """Return the bytes of the weights that are trained, or of all, into which adapters are ``merged``."""
-        weights = self.model.state_dict() if merged else self._trees()["model"]
+    def num_bytes_of_weights(self, *, whole: bool = False) -> int:
+        """Return the bytes of the weights that are trained, or of the ``whole`` model."""
+        weights = self.model.state_dict() if whole else self._trees()["model"]
         return num_bytes(weights)
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ def batch_for(model_type):
 def train_step(model_type, strategy, *, lora):
     model = build(model_type)
     task = "CAUSAL_LM" if model_type in LANGUAGE_MODELS else "SEQ_CLS"
-    add_lora(model, LoraArguments(lora=lora, lora_rank=4, lora_dropout=0.1), task_type=task)
+    add_lora(model, LoraArguments(lora=lora, lora_rank=4, lora_entries={"lora_dropout": 0.1}), task_type=task)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # it begins at zero, and would hide what goes through it
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))

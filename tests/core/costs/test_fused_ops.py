@@ -49,7 +49,7 @@ def moved(monkeypatch):
 
 def bytes_of_a_step(moved, name, num_layers, *flags):
     _, tokens, entries, *_ = LAYERS[name]
-    changed = ("--config_overrides", entries.format(num_layers), "--vocab_size", "512", "--block_size", str(tokens))
+    changed = ("--config_overrides", f"{entries.format(num_layers)},vocab_size=512", "--block_size", str(tokens))
     task = read_task(RECIPE, ["--model_type", name, *changed, "--global_batch_size", "32", *flags])
     moved.clear()
     estimates = Estimates(task, H100)

@@ -15,7 +15,7 @@ from memsave_recipes.core.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-ROWS = "--block_size 1024 --vocab_size 8192 --activation_checkpointing none --loss full"
+ROWS = "--block_size 1024 --activation_checkpointing none --loss full"
 GPT2 = f"--model_type gpt2 --global_batch_size 64 --micro_batch_size 16 {ROWS}"
 LLAMA = (
     "--model_type llama --config_overrides hidden_size=1024,intermediate_size=4096,num_hidden_layers=12,"

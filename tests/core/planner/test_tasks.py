@@ -36,10 +36,10 @@ from memsave_recipes.run.run_plan import predicted_host_memory
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 BERT = "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,intermediate_size=128"
-GPT2 = "n_layer=3,n_head=4,n_embd=64"
+GPT2 = "n_layer=3,n_head=4,n_embd=64,vocab_size=2048"
 IMAGES = ["--model", "densenet_small", "--image_size", "32", "--augmentation", "none"]
 BITWISE = ["--bitwise_topology", "--batchnorm", "global"]
-TEXT = ["--model_type", "gpt2", "--config_overrides", GPT2, "--block_size", "128", "--vocab_size", "2048"]
+TEXT = ["--model_type", "gpt2", "--config_overrides", GPT2, "--block_size", "128"]
 CASES = {
     "images": ("image_classification", [*IMAGES, "--global_batch_size", "16", "--micro_batch_size", "8"]),
     "mixed images": (
@@ -134,7 +134,8 @@ def test_further_losses_are_estimated_alike_in_a_process_of_their_own(monkeypatc
 
 def test_losses_to_compare_are_those_of_the_device():
     def losses(device_type, words, *flags):
-        flags = [*TEXT[:-1], words, "--global_batch_size", "4", *flags]
+        shape = f"{GPT2},vocab_size={words}"
+        flags = [*TEXT, "--config_overrides", shape, "--global_batch_size", "4", *flags]
         return read_task(RECIPES / "language_modeling.py", flags).losses_on(device_type)
 
     assert losses("cpu", "301") == ("full", "chunked")
@@ -165,8 +166,8 @@ def test_a_plan_on_paper_for_micro_batches_in_lockstep_is_that_of_the_run(tmp_pa
 
 @pytest.mark.parametrize("strategy", OFFLOADING_STRATEGIES)
 def test_the_host_memory_of_offload_is_told_before_training(strategy):
-    sizes = "n_layer=4,n_head=4,n_embd=256"
-    flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
+    sizes = "n_layer=4,n_head=4,n_embd=256,vocab_size=512"
+    flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256"]
     flags += ["--global_batch_size", "4", "--activation_checkpointing", strategy]
     given = read_task(RECIPES / "language_modeling.py", flags), (lambda: Launch(target=find_target("a100")))
     state = torch.get_rng_state()

@@ -44,7 +44,7 @@ def test_optimizers_that_step_shards(name):
 @pytest.mark.parametrize(
     ("flag", "value", "line"),
     [
-        ("lora_merge", True, "--shard 2: --lora_merge adds to whole weights: merge afterwards with"),
+        ("lora_entries", {"use_dora": True}, "--shard 2: use_dora of --lora_config measures the rows of whole weights"),
         (
             "stream_weights",
             "host",

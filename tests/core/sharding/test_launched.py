@@ -18,11 +18,11 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.run.run import Run
 from memsave_recipes.training.arguments import RecipeArguments
 
-TINY = "n_layer=3,n_head=2,n_embd=16"
+TINY = "n_layer=3,n_head=2,n_embd=16,vocab_size=300"
 FLAGS = (
-    *("--model_type", "gpt2", "--config_overrides", TINY, "--vocab_size", "300", "--block_size", "16"),
+    *("--model_type", "gpt2", "--config_overrides", TINY, "--block_size", "16"),
     *("--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "4", "--eval_steps", "2"),
-    *("--logging_steps", "1", "--dtype", "float64", "--report_to", "none", "--max_eval_samples", "8"),
+    *("--logging_steps", "1", "--dtype", "float64", "--report_to", "none"),
 )
 
 

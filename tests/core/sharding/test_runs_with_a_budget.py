@@ -30,10 +30,10 @@ from memsave_recipes.training.checkpoints.resume import with_previous_plan
 
 CONFIG = "cpu_fsdp2.yaml"
 MODEL = (
-    *("--model_type", "gpt2", "--config_overrides", "n_layer=6,n_head=2,n_embd=64", "--vocab_size", "300"),
+    *("--model_type", "gpt2", "--config_overrides", "n_layer=6,n_head=2,n_embd=64,vocab_size=300"),
     *("--block_size", "128", "--global_batch_size", "8", "--loss", "full"),
 )
-SHORT = ("--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--max_eval_samples", "8")
+SHORT = ("--max_steps", "4", "--logging_steps", "1", "--report_to", "none")
 SOLVED = ("--micro_batch_size", "2", "--activation_checkpointing", "budget")
 SAYS = "--shard full: planning by estimates for this CPU, before the weights are cut up: seconds are not measured"
 

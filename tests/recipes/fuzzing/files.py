@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-LM_SHAPE = "n_layer=2,n_head=2,n_embd=16"
+LM_SHAPE = "n_layer=2,n_head=2,n_embd=16,vocab_size=300"
 DONE_RUN = ["--model", "vgg_small", "--image_size", "16", "--global_batch_size", "4", "--max_steps", "2"]
 DONE_RUN += ["--save_every", "1", "--report_to", "none"]
 SMALL_MODEL = ["--model_type", "gpt2", "--config_overrides", LM_SHAPE, "--train_file", "text.jsonl", "--block_size"]
-SMALL_MODEL += ["16", "--vocab_size", "300", "--global_batch_size", "4", "--max_steps", "1", "--report_to", "none"]
+SMALL_MODEL += ["16", "--global_batch_size", "4", "--max_steps", "1", "--report_to", "none"]
 PLAN = {"version": 1, "strategy": "mine", "blocks": ["a"], "spans": [{"start": 0, "stop": 1, "action": "keep"}]}
 
 
@@ -45,6 +45,7 @@ def _write_wrecks(folder: Path) -> None:
         (folder / f"empty.{ending}").touch()
         (folder / f"bytes.{ending}").write_bytes(bytes(range(256)))
         (folder / f"folder.{ending}").mkdir()
+    (folder / "lora.yaml").write_text("lora_alpha: 7\nlora_dropout: 0.1\n")
     (folder / "deep.json").write_text("[" * 100_000)
     for name, config in (("no_weights", '{"model_type": "gpt2"}'), ("no_type", "{}"), ("no_json", "{"), ("list", "[]")):
         (folder / name).mkdir()

@@ -10,9 +10,9 @@ from fuzzing.values import FLAGS, SHAPES, Values
 Given = list[tuple[str, str | None]]
 SELDOM = 1 / 6
 SHORT = {"global_batch_size": "4", "max_steps": "1", "report_to": "none", "output_dir": "run"}
-TEXTS = {"train_file": "f/text.jsonl", "block_size": "16", "vocab_size": "300"}
+TEXTS = {"train_file": "f/text.jsonl", "block_size": "16"}
 LABELLED = {"train_file": "f/labelled.csv", "validation_file": "f/labelled.csv"}
-LABELLED |= {"max_length": "16", "vocab_size": "300"}
+LABELLED |= {"max_length": "16"}
 
 
 def _from_scratch(model_type: str) -> dict[str, str]:

@@ -153,8 +153,8 @@ def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(("flags", "least"), [((), 4 * 4), (ladder.STEP_ON_HOST, 4), (ladder.IN_BACKWARD, 3 * 4)])
 def test_gradients_that_leave_need_no_room(flags: tuple[str, ...], least: int) -> None:
     """In bytes of each number: weight, gradient and moments, as far as they are on the card at the same time."""
-    words = ["--model_type", "llama", "--vocab_size", "512", "--block_size", "32", "--global_batch_size", "4"]
-    words += ["--config_overrides", "hidden_size=512,intermediate_size=512,num_hidden_layers=1"]
+    words = ["--model_type", "llama", "--block_size", "32", "--global_batch_size", "4"]
+    words += ["--config_overrides", "hidden_size=512,intermediate_size=512,num_hidden_layers=1,vocab_size=512"]
     task = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", [*words, *flags])
     launch = Launch(target=find_target("a100"), num_processes=1, mixed_precision="bf16")
     setting = ladder.Setting(task=task, launch=launch, estimates=ladder.KnownEstimates(task, launch), budget_bytes=0)

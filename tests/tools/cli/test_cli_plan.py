@@ -22,8 +22,8 @@ IMAGES = str(ROOT / "recipes" / "image_classification.py")
 SMALL = [IMAGES, "--model", "vgg_small", "--global_batch_size", "8"]
 LANGUAGE = [
     str(ROOT / "recipes" / "language_modeling.py"),
-    *("--model_type", "gpt2", "--config_overrides", "n_layer=2,n_embd=32,n_head=2"),
-    *("--block_size", "64", "--global_batch_size", "4", "--vocab_size", "512"),
+    *("--model_type", "gpt2", "--config_overrides", "n_layer=2,n_embd=32,n_head=2,vocab_size=512"),
+    *("--block_size", "64", "--global_batch_size", "4"),
 ]
 
 
@@ -513,8 +513,11 @@ def test_the_recipe_of_the_documentation_is_planned_and_measured(tmp_path: Path)
 
 LLAMA = [
     LANGUAGE[0],
-    *("--model_type", "llama", "--vocab_size", "512", "--loss", "chunked", "--block_size", "1024"),
-    *("--config_overrides", "num_hidden_layers=3,hidden_size=64,intermediate_size=128,num_attention_heads=4"),
+    *("--model_type", "llama", "--loss", "chunked", "--block_size", "1024"),
+    *(
+        "--config_overrides",
+        "num_hidden_layers=3,hidden_size=64,intermediate_size=128,num_attention_heads=4,vocab_size=512",
+    ),
     *("--target_memory", "0.6GiB", "--activation_checkpointing", "full"),
 ]
 
