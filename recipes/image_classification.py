@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.losses import SINGLE, LabelLoss
+from memsave_recipes.core.losses import LabelLoss
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
 from memsave_recipes.models.image_classifiers import (
@@ -31,8 +31,6 @@ from memsave_recipes.models.image_classifiers import (
     build_image_classifier,
     check_image_size,
     normalization,
-    pretrained_grey_bits,
-    pretrained_image_size,
     train_part_of_images,
 )
 from memsave_recipes.models.saved import save_image_classifier
@@ -40,7 +38,6 @@ from memsave_recipes.models.what_trains import ClassifierTrainingArguments
 from memsave_recipes.run.recipe import (
     Accelerator,
     Batch,
-    InputError,
     LabelArguments,
     RecipeArguments,
     Run,
@@ -63,16 +60,6 @@ class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, Im
 
     load_in_4bit: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        is_size_given = self.image_size is not None
-        super().__post_init__()
-        if self.class_weights is not None and self.mixes:
-            raise InputError(
-                f"--class_weights is for whole labels, and --augmentation {self.augmentation} mixes them: leave one out"
-            )
-        if not is_size_given:
-            self.image_size = pretrained_image_size(self) or self.image_size
-
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train an image classifier as the flags say; returns the content of ``results.json``."""
@@ -88,7 +75,7 @@ def train(run: Run) -> dict[str, Any]:
 
     # Data: each batch is one optimizer step, the same samples in the same order on any number of ranks
     with run.main_process_first():
-        names, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
+        names, grey_bits = args.model_labels if args.eval_only else None, args.pretrained_grey_bits
         images = load_images(args, seed=args.seed, model_labels=names, grey_bits=grey_bits)
     of_train = images.train.rows["label"][:]
     loss = args.label_loss(images.problem_type, images.label_names, of_train)
@@ -144,7 +131,7 @@ def task(argv: list[str] | None = None) -> Task:
     known = count_classes(args)
     assumed = () if known else (f"{DEFAULT_CLASSES:,} classes",)
     names = tuple(map(str, range(known or DEFAULT_CLASSES)))
-    return describe(args, names, args.label_loss(SINGLE, names), assumed=assumed)
+    return describe(args, names, args.label_loss(None, names), assumed=assumed)
 
 
 def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assumed: tuple[str, ...] = ()) -> Task:

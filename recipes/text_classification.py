@@ -25,19 +25,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.losses import SINGLE, LabelLoss
-from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
-from memsave_recipes.data.text.tokenizers import (
-    check_inputs,
-    check_length,
-    check_vocabulary,
-    load_text_tokenizer,
-    tokenize,
-)
+from memsave_recipes.core.losses import LabelLoss
+from memsave_recipes.data.text.labelled_rows import LabelledRowArguments, check_model, load_labelled_rows
 from memsave_recipes.models.pretrained import (
     TransformerArguments,
     build_text_classifier,
-    configuration_of,
     padding_known,
 )
 from memsave_recipes.models.saved import save_text_processor
@@ -54,7 +46,6 @@ from memsave_recipes.run.recipe import (
     make_optimizer,
     make_scheduler,
     parse_arguments,
-    require,
     run_recipe,
     summed_loss,
 )
@@ -63,19 +54,9 @@ DEFAULT_CLASSES = 2  # where a plan is made before the texts are there
 
 
 @dataclass(kw_only=True)
-class DataArguments(LabelledTextArguments):
-    """The labelled texts, their tokenizer and length."""
-
-    tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
-    max_length: int = field(default=128, metadata={"help": "tokens after which a text or pair is cut off"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.max_length >= 8, "--max_length", self.max_length, "at least 8")
-
-
-@dataclass(kw_only=True)
-class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, TransformerArguments, DataArguments):
+class Arguments(
+    RecipeArguments, LabelArguments, ClassifierTrainingArguments, TransformerArguments, LabelledRowArguments
+):
     """The flags of text classification; no model of texts has BatchNorm."""
 
     batchnorm: Literal["local", "global"] = field(default="local", init=False)
@@ -96,25 +77,18 @@ def train(run: Run) -> dict[str, Any]:
     args: Arguments = run.join(accelerator)
 
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
-    config = configuration_of(args)
-    check_length(args.max_length, config)
     with run.main_process_first():
-        model = {"model_labels": args.model_labels, "model_problem": args.model_problem} if args.eval_only else {}
-        texts = load_labelled_text(args, seed=args.seed, **model)
-        source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
-        flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
-        of_model = {"model_type": args.model_type, "splits_special_tokens": config.is_encoder_decoder, **code}
-        tokenizer = load_text_tokenizer(source, texts, flag=flag, vocab_size=args.vocab_size, **of_model)
-        tokens = tokenize(texts, tokenizer, max_length=args.max_length)
+        texts, tokens = load_labelled_rows(args)
     of_train = tokens.train.rows["label"][:]
     loss = args.label_loss(texts.problem_type, texts.label_names, of_train)
     batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate, weights=loss.weights_of(of_train))
 
     # Model, optimizer and schedule
+    tokenizer = tokens.train.tokenizer
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
     special = {name: getattr(tokenizer, name) for name in names}
     task = describe(args, texts.label_names, loss, vocab_size=len(tokenizer), **special)
-    bare, model = run.build(task, batches, settle=partial(check_model, args=args, tokens=tokens))
+    bare, model = run.build(task, batches, settle=partial(check_model, max_length=args.max_length, tokens=tokens))
     optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
@@ -152,7 +126,7 @@ def task(argv: list[str] | None = None) -> Task:
     (args,) = parse_arguments(Arguments, args=argv)
     assumed = (f"{DEFAULT_CLASSES} classes", f"texts of {args.max_length} tokens")
     names = tuple(map(str, range(DEFAULT_CLASSES)))
-    loss = args.label_loss(SINGLE, names)
+    loss = args.label_loss(None, names)
     return describe(args, names, loss, assumed=assumed, vocab_size=args.vocab_size, pad_token_id=0)
 
 
@@ -182,14 +156,6 @@ def describe(
         stream_weights=args.stream_weights == "host",
         assumed=assumed,
     )
-
-
-def check_model(model: nn.Module, *, args: Arguments, tokens: Any) -> tuple[()]:
-    """Refuse texts and tokens that the model cannot take."""
-    check_vocabulary(tokens.train.tokenizer, model.config.get_text_config().vocab_size)
-    check_inputs(model, tokens.train, tokens.validation)
-    check_length(args.max_length, model.config, model, tokens.train.tokenizer)
-    return ()
 
 
 def logits_of_texts(model: nn.Module, batch: Batch) -> Tensor:

@@ -72,6 +72,13 @@ class ImageModelArguments(TransformerArguments):
         if is_ours and getattr(self, "lora", False):
             raise InputError("--lora adapts models of transformers: leave it out, or take --freeze_backbone")
         self.check_transformer()
+        if getattr(self, "has_default_size", False):
+            self.image_size = pretrained_image_size(self) or getattr(self, "image_size", None)
+
+    @property
+    def pretrained_grey_bits(self) -> int | None:
+        """The bits of 16-bit grey images that a pretrained network was trained on, if there were any."""
+        return read_grey_bits(image_processor_config(self.model_name_or_path))
 
     @property
     def architecture(self) -> str | None:
@@ -223,11 +230,6 @@ def _made_by(processor: Any) -> dict[str, Any]:
                 break
             return {"mean": (-black * std).tolist(), "std": std.tolist(), **more}
     raise ValueError("it does not just rescale and normalise the channels, or turn RGB into BGR")
-
-
-def pretrained_grey_bits(flags: ImageModelArguments) -> int | None:
-    """Return the bits of 16-bit grey images that a pretrained network was trained on, if there were any."""
-    return read_grey_bits(image_processor_config(flags.model_name_or_path))
 
 
 def read_grey_bits(entries: Mapping[str, Any]) -> int | None:

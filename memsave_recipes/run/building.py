@@ -58,7 +58,7 @@ class Built:
         run: JoinedRun,
         task: Task,
         batches: GlobalBatches,
-        settle: Callable[[Any], Iterable[str | None]] | None,
+        settle: Callable[[Any], Iterable[str | None] | None] | None,
     ) -> None:
         """Build, place, settle and check; with ``--shard`` cut the weights up. ``Run.build`` says what it raises."""
         self.run, self.batches = run, batches
@@ -72,11 +72,11 @@ class Built:
             task.check_samples(self.bare, 2 if args.micro_batch_size == AUTO else batches.smallest_micro_batch)
         place(self.bare, accelerator.device, streamed=task.streamed)
         with accelerator.autocast():  # flash attention refuses float32
-            lines = () if settle is None else settle(self.bare)
+            lines = None if settle is None else settle(self.bare)
             self.trained: nn.Module = task.trained(self.bare, None, accelerator.device)
         if stream_of(self.bare) is None:
             self.trained.to(accelerator.device)
-        print_lines(accelerator, *filter(None, lines))
+        print_lines(accelerator, *filter(None, lines or ()))
         self.task = self._with_compile(task)
         args = run.args
         args.convert(self.bare)

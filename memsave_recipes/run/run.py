@@ -162,7 +162,7 @@ class Run:
         return self._joined.global_batches(dataset, **options)
 
     def build(
-        self, task: Task, batches: GlobalBatches, settle: Callable[[Any], Iterable[str | None]] | None = None
+        self, task: Task, batches: GlobalBatches, settle: Callable[[Any], Iterable[str | None] | None] | None = None
     ) -> tuple[nn.Module, nn.Module]:
         """Build the model of a task on its device, with its weights, or with this rank's parts of them.
 

@@ -63,24 +63,25 @@ class LabelArguments:
             self.weights_by_class = _read_weights(self.class_weights)
 
     def label_loss(
-        self, problem_type: ProblemType, label_names: Sequence[str], labels: Sequence[Any] | None = None
+        self, problem_type: ProblemType | None, label_names: Sequence[str], labels: Sequence[Any] | None = None
     ) -> LabelLoss:
         """Return the loss of the flags.
 
         Args:
+            problem_type: ``None`` before the labels are there: one class a sample.
             labels: of the samples to train on, indices of classes; ``None`` before they are there.
 
         Raises:
             InputError: smoothing or weights for other labels than one class a sample; a file without a weight for each
                 of the classes.
         """
-        if problem_type == SINGLE:
+        if problem_type in (None, SINGLE):
             weights = None if self.class_weights is None else self._weights_of(label_names, labels)
             return LabelLoss(label_smoothing=self.label_smoothing_factor, class_weights=weights)
         for flag in ("label_smoothing_factor", "class_weights"):
             if value := getattr(self, flag):
                 raise InputError(f"--{flag} {value} is for samples of one class each, not {problem_type}: leave it out")
-        return LabelLoss(problem_type=problem_type)
+        return LabelLoss(problem_type=problem_type or SINGLE)
 
     def _weights_of(self, label_names: Sequence[str], labels: Sequence[int] | None) -> tuple[float, ...]:
         if labels is None:

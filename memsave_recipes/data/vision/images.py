@@ -66,6 +66,7 @@ class ImageDataArguments:
             raise InputError("give the images by exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR")
         self.dataset = self.dataset or (None if self.data_dir else "digits")
         is_digits = self.dataset == "digits"
+        self.has_default_size = self.image_size is None  # a pretrained network may have another
         if self.image_size is None:
             self.image_size = DIGITS_SIZE if is_digits else PHOTOGRAPH_SIZE
         require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
@@ -76,6 +77,10 @@ class ImageDataArguments:
         rule = f"one of {join_names(AUGMENTATIONS)}, or some of {join_names(TRANSFORMS)}"
         require(is_known, "--augmentation", given, rule)
         self.augmentation = " ".join(name for name in (*AUGMENTATIONS, *TRANSFORMS) if name in words)
+        if self.mixes and vars(self).get("class_weights") is not None:
+            raise InputError(
+                f"--class_weights is for whole labels, and --augmentation {self.augmentation} mixes them: leave one out"
+            )
 
     @property
     def affine(self) -> Augmentation | None:
