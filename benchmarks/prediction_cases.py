@@ -57,8 +57,7 @@ def random_case(seed: int, number: int) -> Case:
 
 
 OPTIMIZERS = {
-    "sgd": "--optimizer sgd --momentum 0",
-    "momentum": "--optimizer sgd --momentum 0.9",
+    "momentum": "--optimizer sgd",
     "adamw": "--optimizer adamw",
     "adamw_8bit": "--optimizer adamw_8bit",
     "adafactor": "--optimizer adafactor",

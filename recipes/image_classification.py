@@ -154,7 +154,7 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         micro_batch=micro_batch,
         takes_adapters=args.architecture is None and not args.freezes,
         stream_weights=args.stream_weights == "host",
-        check_samples=checked if not args.sync_batchnorm and args.batchnorm == "local" else None,
+        check_samples=checked if args.batchnorm == "local" else None,
         assumed=assumed,
     )
 

@@ -57,8 +57,7 @@ from memsave_recipes.run.recipe import (
 class Arguments(RecipeArguments, TrainedPartArguments, SequenceArguments, LanguageModelArguments, RowArguments):
     """The flags of language modeling; no language model has BatchNorm."""
 
-    batchnorm: Literal["local", "global"] = field(default="local", init=False)
-    sync_batchnorm: bool = field(default=False, init=False)
+    batchnorm: Literal["local", "sync", "global"] = field(default="local", init=False)
 
     @property
     def of_model(self) -> dict[str, Any]:

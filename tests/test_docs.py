@@ -125,6 +125,14 @@ def test_flags_beside_other_programs_parse(arguments):
     assert [span for span in with_values if not is_taken(shlex.split(span), arguments)] == []
 
 
+@pytest.mark.parametrize("page", ["recipes.md", "failures.md"])
+def test_tables_of_flags_have_those_that_there_are(page, arguments):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = {name for cell in re.findall(r"^\| (`--.*?) \|", text, re.M) for name in re.findall(r"--(\w+)", cell)}
+    assert len(named) > 2
+    assert named <= {field.name for kind in arguments.values() for field in fields(kind)}
+
+
 @pytest.mark.parametrize("words", commands_of(MIGRATING), ids=" ".join)
 def test_commands_for_those_who_change_parse(words, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -147,7 +155,7 @@ def test_defaults_beside_trainers_are_those(arguments):
     for name in ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"):
         assert recipe[name] == trainer[name]
     assert (recipe["num_epochs"], trainer["num_train_epochs"]) == (3, 3)
-    assert (recipe["save_every_minutes"], trainer["save_steps"]) == (30, 500)
+    assert (recipe["save_every"], trainer["save_steps"]) == ("30min", 500)
 
 
 def test_names_of_trainer_are_its_own():

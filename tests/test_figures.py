@@ -354,6 +354,8 @@ FIGURES = {
     "docs/failures.md": {
         "400 command lines": Asserted("tests/recipes/test_fuzz.py"),
         "once, for 5 s": Stated("a setting"),
+        "not saved within 30 minutes": Stated("a setting"),
+        "for longer than 30 minutes": Stated("a setting"),
     },
     "docs/long_context.md": {
         "8 layers, hidden 512, MLP 1,792": Stated("the model"),

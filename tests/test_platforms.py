@@ -66,7 +66,7 @@ def test_what_is_refused_on_an_apple_gpu():
         place(nn.Linear(1, 1).double(), MPS)
     with pytest.raises(InputError, match="leave out --offload_optimizer, --stream_weights"):
         SideStream(MPS)
-    with pytest.raises(InputError, match="--sync_batchnorm"):
+    with pytest.raises(InputError, match="--batchnorm sync"):
         synchronize_batchnorm(nn.BatchNorm2d(1), MPS)
     on_mps = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=MPS)])
     with pytest.raises(InputError, match="strategy compiled is not for an Apple GPU"):

@@ -64,7 +64,6 @@ IMPORTED = frozenset(
         "torch.autograd.Variable._execution_engine",
         "torch.autograd.forward_ad._current_level",
         "torch.cuda.memory._dump_snapshot",
-        "torch.cuda.memory._record_memory_history",
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._resolve_process_group",
         "torch.distributed.distributed_c10d._world",

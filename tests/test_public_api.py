@@ -210,7 +210,6 @@ class Muon(OptimizerSettings):
     bf16_stochastic_round: bool = False
     optimizer_in_backward: bool = False
     weight_decay: float = 0.0
-    decay_all: bool = False
     momentum: float = 0.0
 
 

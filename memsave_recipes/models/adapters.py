@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from memsave_recipes.core.errors import InputError, check_file, option, packages_of, require
+from memsave_recipes.core.errors import RULES, InputError, Rules, check_file, check_ranges, option, packages_of
 from memsave_recipes.core.text import first_line, first_of
 from memsave_recipes.models.slices import new_weights, take_whole
 
@@ -58,17 +58,20 @@ class LoraArguments:
     """
 
     lora: bool = option(False, "train low-rank adapters and freeze the weights")
-    lora_rank: int = option(16, "rank of the update of each layer")
+    lora_rank: int = option(16, "rank of the update of each layer", least=1)
     lora_config: str | None = option(
         None,
         "YAML or JSON with further entries of peft's LoraConfig, such as target_modules, use_dora, lora_alpha "
         "(32 without); includes --lora",
+        resume="place",
     )
     load_in_4bit: bool = option(False, "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)")
-    lora_entries: dict[str, Any] | None = None
+    lora_entries: dict[str, Any] | None = field(
+        default=None, init=False, metadata={RULES: Rules(file_of="--lora_config")}
+    )
 
     def __post_init__(self) -> None:
-        require(self.lora_rank >= 1, "--lora_rank", self.lora_rank, "at least 1")
+        check_ranges(self)
         if self.lora_config is not None:
             self.lora, self.lora_entries = True, _read_entries(self.lora_config)
         if self.load_in_4bit:

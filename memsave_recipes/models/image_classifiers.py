@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 class ImageModelArguments(TransformerArguments):
     """Which network: one of ours, or any image classifier of transformers."""
 
-    model: str | None = option(None, f"one of {', '.join(MODELS)}")
-    weights: str | None = option(None, "weights for --model: a .safetensors or .pth")
+    model: str | None = option(None, f"one of {', '.join(MODELS)}", shown="first")
+    weights: str | None = option(None, "weights for --model: a .safetensors or .pth", resume="place")
     channels_last: bool = option(False, "use the memory format in which GPUs convolve fastest")
 
     def __post_init__(self) -> None:
@@ -275,7 +275,7 @@ def check_image_size(image_size: int, model: nn.Module, num_images: int = 2) -> 
             functional_call(model, on_meta, (images,))
     except (RuntimeError, ValueError) as error:
         why = first_line(error)
-        alone = ", in a last micro-batch of one (see --micro_batch_size and --drop_last)," if num_images == 1 else ""
+        alone = ", in a last micro-batch of one (see --micro_batch_size)," if num_images == 1 else ""
         raise InputError(f"--image_size {image_size}{alone} does not suit {type(model).__name__}: {why}") from error
 
 

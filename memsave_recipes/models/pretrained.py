@@ -75,7 +75,10 @@ class TransformerArguments:
     """
 
     model_name_or_path: str | None = option(
-        None, "folder or Hub id of a transformers model to fine-tune, or folder of its LoRA adapters"
+        None,
+        "folder or Hub id of a transformers model to fine-tune, or folder of its LoRA adapters",
+        shown="first",
+        resume="place",
     )
     model_type: str | None = option(None, "type of a transformers model to train from scratch, such as gpt2")
     config_overrides: str | None = option(
@@ -89,6 +92,9 @@ class TransformerArguments:
         "auto",
         "auto: run each GELU and RMSNorm that the model writes in Python as one operator of torch, if results are the "
         "same within rounding; none: leave the model as it is",
+        resume="chosen",
+        rounds="a fused operator rounds in another way than those that it is in place of",
+        before="none",
     )
     dropout: float | None = None
 

@@ -22,7 +22,7 @@ NOTE [ sequence parallelism ]
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from math import gcd
 from typing import Any
@@ -35,7 +35,7 @@ from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
-from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.errors import InputError, check_ranges, option
 from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.models.packed_attention import (
     OTHER_LOGITS,
@@ -55,14 +55,18 @@ ROW_LENGTHS = ("dynamic", "longrope")
 class SequenceArguments:
     """Whether several ranks share each row."""
 
-    sequence_parallel: int = field(
-        default=1,
-        metadata={"help": "ranks that share each row (Ulysses), if rows are too long for one; must divide the heads"},
+    sequence_parallel: int = option(
+        1,
+        "ranks that share each row (Ulysses), if rows are too long for one; must divide the heads",
+        shown="seldom",
+        least=1,
+        rounds="ranks add gradients in another order",
+        before=1,
     )
 
     def __post_init__(self) -> None:
         size = self.sequence_parallel
-        require(size >= 1, "--sequence_parallel", size, "at least 1")
+        check_ranges(self)
         if size == 1:
             return
         if vars(self)["bitwise_topology"]:

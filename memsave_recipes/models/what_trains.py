@@ -27,6 +27,7 @@ class TrainedPartArguments(LoraArguments):
         "none",
         "host: keep the weights of a layer on the host until it runs (on a GPU): frozen weights, and with "
         "--offload_optimizer step all",
+        resume="free",
     )
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class Built:
         args, accelerator, groups = run.args, run.accelerator, run.groups
         slices_on = None if groups is None else accelerator.device
         self.bare: nn.Module = task.build_model(with_weights=True, slices_on=slices_on)
-        if args.sync_batchnorm:
+        if args.batchnorm == "sync":
             self.bare = synchronize_batchnorm(self.bare, accelerator.device)
         self.saved: Any = task.adapt(self.bare)
         if task.check_samples is not None:  # the planner leaves out micro-batches that are too small

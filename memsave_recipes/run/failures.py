@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -25,7 +24,6 @@ from memsave_recipes.training.launch.processes import (
     publish_exit_code,
 )
 from memsave_recipes.training.optimizers import NotFinite
-from memsave_recipes.training.parsing import wants_traceback
 
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
@@ -41,7 +39,7 @@ class RunIsDone(Exception):
 
 
 def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) -> None:
-    """Call ``main()`` and turn its exception into a message on stderr and an exit code. ``--debug`` adds the traceback.
+    """Call ``main()`` and turn its exception into a message on stderr and an exit code.
 
     Rank 0 tells what all ranks know: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
     signal. One rank tells what it alone has found: a lost data worker or rank, or no memory left.
@@ -121,7 +119,5 @@ def _say_and_exit(message: str, code: int, *, on_all_ranks: bool = False) -> NoR
     if on_all_ranks and not _is_rank_0():
         time.sleep(REPORT_DELAY_S)
         sys.exit(code)
-    if wants_traceback(sys.argv[1:]):
-        traceback.print_exc()
     print(message, file=sys.stderr, flush=True)
     sys.exit(code)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from memsave_recipes.core.activations.blocks import Block, Layer
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, rules_of
 from memsave_recipes.core.sharding import gathered, is_sharded
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import printable
@@ -54,12 +54,9 @@ OURS = (CONFIG, PLAN, METRICS, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOIN
 FIGURES = "evaluation.json"
 """The figures of the best weights, beside them."""
 LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
-NAMES = ("project", "run_name", "tags")
+NAMES = ("project", "run_name")
 """The flags that name a run in dashboards."""
-OF_THE_END = (
-    *("max_steps", "num_epochs", "early_stopping_patience", "early_stopping_threshold", "metric_for_best_model"),
-    "load_best_model_at_end",
-)
+OF_THE_END = ("max_steps", "num_epochs", "save_best")
 """Flags that may change on resume, and change what is in ``final/``."""
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 
@@ -99,10 +96,8 @@ def begin_run(
         The settings for ``RunReport``.
 
     Raises:
-        InputError: the folder cannot be written, or this device cannot do what a flag asks for.
+        InputError: the folder cannot be written.
     """
-    if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
-        raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
     plan = planned.plan
     if resumed is not None:
         checked_state(resumed.state)
@@ -123,7 +118,7 @@ def begin_run(
         project=flags["project"] or project,
         group=work,
         name=name,
-        tags=list(dict.fromkeys([plan.strategy, flags["dtype"], device, *flags["tags"]])),
+        tags=[plan.strategy, flags["dtype"], device],
         config=config,
         output_dir=folder,
         earlier=earlier,
@@ -142,9 +137,8 @@ def earlier_names(earlier: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[
     """
     names = {}
     match earlier:
-        case {"project": str() | None, "run_name": str() | None, "tags": list(tags)}:
-            if all(isinstance(tag, str) for tag in tags):
-                names = {flag: earlier[flag] for flag in NAMES}
+        case {"project": str() | None, "run_name": str() | None}:
+            names = {flag: earlier[flag] for flag in NAMES}
     other = [flag for flag in names if flags[flag] and flags[flag] != names[flag]]
     return names, [f"note: the run goes on under its own names, so another --{flag} is left out" for flag in other]
 
@@ -179,7 +173,7 @@ def check_not_done(folder: Path, run: Any) -> None:
         return
     earlier = read_config(folder / CONFIG)
     present = flag_values((with_previous_choices(run, earlier),))
-    check_same_flags(earlier, present)
+    check_same_flags(earlier, present, rules_of(type(run)))
     for name in OF_THE_END:
         if earlier.get(name, present.get(name)) != present.get(name):
             raise InputError(

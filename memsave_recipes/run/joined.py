@@ -61,14 +61,12 @@ class JoinedRun:
         layout = self.args.layout(accelerator.num_processes)
         streams = self.flags.get("stream_weights") == "host"
         check_offload(args, layout, streams=streams)
-        check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
+        check_in_backward(args, layout, accelerator.mixed_precision)
 
     def global_batches(self, dataset: Any, **options: Any) -> GlobalBatches:
         """Make the global batches of ``Run.global_batches``."""
         args = self.args
-        order = SampleOrder(
-            num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
-        )
+        order = SampleOrder(num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed)
         layout = args.layout(self.accelerator.num_processes)
         args.check_order(order, layout)
         return GlobalBatches(

@@ -27,7 +27,6 @@ from memsave_recipes.core.costs.memory import (
     peak_rss_bytes,
     read_device_memory,
     read_device_use,
-    record_history,
     rss_bytes,
     write_snapshot,
 )
@@ -79,7 +78,7 @@ class MemoryWatch:
 
     Args:
         model, optimizer: as prepared.
-        settings: without them the out-of-memory page names no flags and nothing is recorded.
+        settings: without them the out-of-memory page names no flags.
         average: tensors that count as the optimizer's state.
     """
 
@@ -104,10 +103,6 @@ class MemoryWatch:
         self.forward_meter = ForwardMeter(model, self.settings.blocks)
         self.breakdown: MemoryBreakdown | None = None
         self.figures: dict[str, int] = {}  # the largest so far, in bytes
-        recorded_steps = self.steps[: self.settings.flags.get("memory_snapshot") or 0]
-        self.last_recorded_step = recorded_steps[-1] if recorded_steps else None
-        if recorded_steps:
-            record_history()
         if not self.on_cpu:
             torch.accelerator.reset_peak_memory_stats(accelerator.device)
 
@@ -136,12 +131,10 @@ class MemoryWatch:
             raise
 
     def end_step(self, step: int) -> None:
-        """Write ``--memory_snapshot`` if ``step`` is the last one of it, which takes a while."""
+        """Forget the peak of a step that compiles."""
         compiles = self.planned.plan.compiled_memory_ratio is not None
         if compiles and step < self.instrumented_step and not self.on_cpu:
             torch.accelerator.reset_peak_memory_stats(self.accelerator.device)
-        if step == self.last_recorded_step:
-            write_snapshot(self.settings.snapshot_path(self.accelerator.process_index))
 
     def end_window(self) -> dict[str, int]:
         """Return bytes and counts of this rank for a logging window that ends now."""

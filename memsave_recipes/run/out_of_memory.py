@@ -42,7 +42,7 @@ def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
     """Leave micro-batch size and strategy to the planner."""
     size = run.micro_batch_size if run.keeps_micro_batch else AUTO
     strategy = run.budget_strategy
-    return run.with_micro_batch(size, budget_bytes, activation_checkpointing=strategy, gradient_checkpointing=False)
+    return run.with_micro_batch(size, budget_bytes, activation_checkpointing=strategy)
 
 
 def _needing_less(choice: Choice, run: StepSettings, launch: Launch) -> Choice:

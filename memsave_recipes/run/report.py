@@ -25,13 +25,13 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.core.text import printable
 from memsave_recipes.run.memory_watch import MemoryWatch, RunSettings, largest_in_gib
-from memsave_recipes.run.trackers import alert, sync_rows, tracker_ids
+from memsave_recipes.run.trackers import sync_rows, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch.start import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
 from memsave_recipes.training.weight_average import WeightAverage
 
-COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_figure", "stale_evaluations")
+COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_figure")
 """The attributes of a ``RunReport`` that a checkpoint keeps as they are."""
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mse")
 
@@ -53,7 +53,7 @@ def checked_state(state: Any) -> Any:
     """
     if isinstance(state, dict) and "best_loss" in state:
         lowest = state["best_loss"]
-        state = {**state, "best_figure": None if lowest == inf else lowest, "stale_evaluations": 0}
+        state = {**state, "best_figure": None if lowest == inf else lowest}
     match state:
         case {
             "samples_seen": int(),
@@ -62,7 +62,6 @@ def checked_state(state: Any) -> Any:
             "evaluated": dict(),
             "evaluated_at": int() | None,
             "best_figure": float() | None,
-            "stale_evaluations": int(),
             "losses": dict(),
             "clock": dict(),
             "trackers": {"name": str()},
@@ -99,20 +98,13 @@ class RunReport:
         self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings, averages)
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
-        self.losses = StepLosses(
-            accelerator,
-            batches.order,
-            skips=self.memory.settings.flags.get("skip_nonfinite", 0),
-            exact=batches.layout.is_bitwise,
-        )
-        self._alerted_skips = 0
+        self.losses = StepLosses(accelerator, batches.order, exact=batches.layout.is_bitwise)
         self.samples_seen = 0
         self.tokens_seen: Tensor | int = 0
         self.train_loss = float("nan")
         self.evaluated: dict[str, Any] = {}
         self.evaluated_at: int | None = None
         self.best_figure: float | None = None
-        self.stale_evaluations = 0
 
     def count_flops(self, batch: GlobalBatch, loss_of: Callable[[Batch], Tensor]) -> None:
         """Count the model's FLOPs once, on the first micro-batch of the run, before it is trained on.
@@ -159,7 +151,7 @@ class RunReport:
         """Return the figures of the window that ends with ``step`` (from 1), and some of them in words.
 
         Raises:
-            NotFinite: more of its steps than allowed are not finite.
+            NotFinite: one of its steps is not finite.
         """
         losses = self.losses.parts()  # waits for the device, so the clock reads true
         perf = self.clock.end_window()
@@ -169,13 +161,12 @@ class RunReport:
             self.losses.take_in({name: of_ranks.pop(name) for name in losses})
             self.train_loss = self.losses.end_window()
             memory = largest_in_gib(of_ranks) | self.memory.prediction(max(of_ranks.get("peak_allocated", [0])))
-            train = {"loss": self.train_loss, "lr": learning_rate, **self.losses.skipped()}
+            train = {"loss": self.train_loss, "lr": learning_rate}
             if self.losses.grad_norm is not None:
                 train["grad_norm"] = self.losses.grad_norm
             progress = {"epoch": step / self.batches.order.steps_per_epoch, **self._seen()}
             sections = {"train": train, "perf": perf, "memory": memory, "progress": progress}
             row = {f"{section}/{key}": value for section, figures in sections.items() for key, value in figures.items()}
-            self._alert_of_skips(step)
         return row, _in_words(self.train_loss, perf, memory)
 
     def evaluation_is_due(self, step: int, *, every: int | None) -> bool:
@@ -183,11 +174,10 @@ class RunReport:
         is_time = step % (every or self.batches.order.steps_per_epoch) == 0 or step == self.batches.steps.stop
         return is_time and step != self.evaluated_at
 
-    def log_evaluation(self, step: int, figures: dict[str, Any], *, metric: str, threshold: float) -> bool:
+    def log_evaluation(self, step: int, figures: dict[str, Any], *, metric: str) -> bool:
         """Log an evaluation after ``step``, but not those of each class; return whether it is the best by ``metric``.
 
-        One that is not better by more than ``threshold`` adds to ``stale_evaluations``, as of transformers'
-        ``EarlyStoppingCallback``. Figures that are NaN, which is never better, are left out; the loss has to be finite.
+        Figures that are NaN, which is never better, are left out; the loss has to be finite.
 
         Raises:
             NotFinite: its loss is not finite.
@@ -203,7 +193,6 @@ class RunReport:
         sign = -1 if metric in LOWER_IS_BETTER else 1
         before = -sign * inf if self.best_figure is None else self.best_figure
         gain: float = sign * (figures.get(metric, nan) - before)
-        self.stale_evaluations = 0 if gain > threshold else self.stale_evaluations + 1
         if gain > 0:
             self.best_figure = figures[metric]
         return gain > 0
@@ -212,7 +201,7 @@ class RunReport:
         """Bring the rows so far to the disk, and return what a resumed run has to know, in plain values.
 
         Raises:
-            NotFinite: more steps than allowed are not finite.
+            NotFinite: a step is not finite.
         """
         self.clock.synchronize()  # waits for the device follow, in time that does not count
         return {
@@ -230,7 +219,6 @@ class RunReport:
         for name in (*COUNTED, "tokens_seen"):
             setattr(self, name, state[name])
         self.losses.load_state_dict(state["losses"])
-        self._alerted_skips = self.losses.skipped_steps
         self.clock.load_state_dict(state["clock"])
 
     def results(self) -> dict[str, Any]:
@@ -253,14 +241,7 @@ class RunReport:
         if model_flops := sum(self.flops_per_sample.values()):
             perf["model_gflops_per_sample"] = model_flops / 1e9
         memory = self.memory.results(gather_figures(self.accelerator, self.memory.end_run()))
-        return results | {**self.losses.skipped(), "train_loss": self.train_loss, "memory": memory, "perf": perf}
-
-    def _alert_of_skips(self, step: int) -> None:
-        """Alert people of steps that the window up to ``step`` has left out."""
-        skipped, allowed = self.losses.skipped_steps, self.losses.skips
-        if skipped > self._alerted_skips:
-            self._alerted_skips = skipped
-            alert(self.accelerator, "skipped steps", f"{skipped} of at most {allowed} up to step {step}: not finite")
+        return results | {"train_loss": self.train_loss, "memory": memory, "perf": perf}
 
     def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
         """Run both; DDP does not reduce, by its forward, and shards leave no gradient unreduced, by their backward."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.core.activations import PlanHandle
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, rules_of
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
@@ -57,6 +57,7 @@ from memsave_recipes.training.launch.distributed import (
 from memsave_recipes.training.launch.launched_shard import launched_shard
 from memsave_recipes.training.launch.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.training.launch.start import (
+    LIMIT_S,
     Accelerator,
     chosen_dtype,
     describe_no_gpu,
@@ -83,10 +84,9 @@ class Run:
     def __init__(self, args: Any, recipe: str, path: Path, earlier: dict[str, Any] | None) -> None:
         self.args, self.recipe, self.path, self.earlier = args, recipe, path, earlier
         self.notices: list[str] = []
-        self.limit_s = 60 * args.collective_timeout_minutes
         precision = "fp16" if args.dtype == "float16" else None  # else that of the launch
         log_with = resolve_trackers(args.report_to, path)
-        self.launch = {"mixed_precision": precision, "log_with": log_with, "collective_timeout_s": self.limit_s}
+        self.launch = {"mixed_precision": precision, "log_with": log_with}
         self._lock, self._signals = ExitStack(), ExitStack()
 
     @classmethod
@@ -113,7 +113,7 @@ class Run:
             notices = list(filter(None, [describe_no_gpu()]))
             if earlier:
                 args = with_previous_choices(args, earlier)
-                notices += check_same_flags(earlier, flag_values((args,)))
+                notices += check_same_flags(earlier, flag_values((args,)), rules_of(type(args)))
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
             use_expandable_segments()
@@ -141,8 +141,8 @@ class Run:
         require_same(accelerator, installed_versions(), "install the same versions on every machine")
         self.notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
         lock = self._lock.enter_context(locked_run_folder(accelerator, self.path))
-        self._signals.enter_context(missing_ranks_end_the_run(self.limit_s))
-        signals = self._signals.enter_context(StopSignals(self.limit_s))
+        self._signals.enter_context(missing_ranks_end_the_run(LIMIT_S))
+        signals = self._signals.enter_context(StopSignals(LIMIT_S))
         print_lines(accelerator, *self.notices)
         set_seed(args.seed)
         folder = RunFolder(path=self.path, earlier=earlier, signals=signals, lock=lock)

@@ -56,7 +56,7 @@ from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.groups import NONE, ShardGroups
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.memory import copies_bytes, optimizer_memory
+from memsave_recipes.core.step.memory import optimizer_memory
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
@@ -115,7 +115,7 @@ def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> Run
     accelerator, strategy = step.accelerator, task.run.activation_checkpointing or "none"
     on_host = 0
     optim = task.optim
-    on_hosts = offloads(strategy) or optim.offload_optimizer != NONE or optim.async_save
+    on_hosts = offloads(strategy) or optim.offload_optimizer != NONE
     if accelerator.device.type != "cpu" and on_hosts:
         line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host_budget_bytes))
         accelerator.print(line)
@@ -159,8 +159,7 @@ def _optimizer_on_host(task: Task, model: nn.Module, layout: BatchLayout, host_b
     num_ranks = None if groups is None else groups.size
     accumulates = layout.forwards_per_step > 1
     optimizer = optimizer_memory(task.optim, model, num_ranks=num_ranks, on_cpu=False, accumulates=accumulates)
-    copies = copies_bytes(task.optim, model, num_ranks=num_ranks) if task.optim.async_save else 0
-    return HostUse.beside_plans(optimizer.host_bytes + host_bytes(model), copies, host_budget_bytes)
+    return HostUse.beside_plans(optimizer.host_bytes + host_bytes(model), host_budget_bytes)
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:

@@ -188,7 +188,8 @@ def _wandb_options(mode: str, run: RunLabels) -> dict[str, Any]:
         finish_timeout_raises=True,
         silent=mode != "online",
     )
-    labels: dict[str, Any] = {"group": run.group, "name": run.name, "tags": run.tags}
+    tags = [*run.tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]  # else ours would replace them
+    labels: dict[str, Any] = {"group": run.group, "name": run.name, "tags": tags}
     if run.earlier and "wandb" in run.earlier:  # its rows of repeated steps are the same
         labels |= {"id": run.earlier["wandb"], "resume": "allow"}
     return {**labels, "mode": mode, "dir": str(run.output_dir), "settings": settings}

@@ -32,14 +32,13 @@ from memsave_recipes.run.folder import (
     write_results,
 )
 from memsave_recipes.run.report import RunReport, scalars_of, write_model_card
-from memsave_recipes.run.trackers import alert
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.checkpoints import Checkpoints, Resumed, TrainState
-from memsave_recipes.training.checkpoints.resume import BEST
+from memsave_recipes.training.checkpoints.resume import best_metric
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.start import check_gradients, describe_environment, deterministic_kernels
-from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, clip_gradients
+from memsave_recipes.training.optimizers import clip_gradients
 from memsave_recipes.training.weight_average import WeightAverage
 
 FEW_SAMPLES = 8
@@ -75,9 +74,10 @@ class TrainingRun:
         self.num_trained = sum(p.numel() for p in built.bare.parameters() if p.requires_grad)
         self.num_parameters = sum(parameter.numel() for parameter in built.bare.parameters())
         self._average = self._make_average()
-        self._may_step, self._saves_last = True, False
+        self._saves_last = False
         self._measured = ExitStack()
-        self._knows_metric = self.args.eval_only or self.args.metric_for_best_model == "loss"
+        self._metric = self.args.save_best or "loss"
+        self._knows_metric = self.args.eval_only or self._metric == "loss"
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
         settings = begin_run(
@@ -93,9 +93,6 @@ class TrainingRun:
         )
         self.accelerator.print(*filter(None, self._lines(notices)), sep="\n")
         model, optimizer = prepared.model, prepared.optimizer
-        skips = self.args.skip_nonfinite
-        waits = skips > 0 and self._average is not None  # which a step that is left out must not move
-        self._guard = NonFiniteGuard(self.accelerator, model, optimizer, skips=skips, waits=waits)
         self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings, self._average)
         if resumed is not None:
             self._go_on(resumed)
@@ -103,9 +100,8 @@ class TrainingRun:
     def steps(self) -> Iterator[GlobalBatch]:
         """Yield the global batches that are left, with a progress bar. Count FLOPs before the first is trained on.
 
-        The memory of a step is measured from here to ``end_step``. The batches end where the evaluations have not
-        improved for ``--early_stopping_patience``. With ``--ema_decay`` the model has the average of its weights from
-        then on.
+        The memory of a step is measured from here to ``end_step``. With ``--ema_decay`` the model has the
+        average of its weights from the end of the batches on.
         """
         if self.args.eval_only:
             return
@@ -113,7 +109,7 @@ class TrainingRun:
         self._progress = ProgressBar(self.batches, shown=first, unit="step", delay=0, leave=True)
         freezes = not gc.get_freeze_count()  # a caller that has frozen its own objects keeps them so
         try:
-            for number, batch in enumerate(() if self._stops_early() else self._report.clock.loading(self._progress)):
+            for number, batch in enumerate(self._report.clock.loading(self._progress)):
                 self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
                 self._report.count_flops(batch, self.built.loss_of)
                 self._batch = batch
@@ -123,8 +119,6 @@ class TrainingRun:
                     gc.collect()
                     if freezes:  # else each full collection, at any step of any rank, looks at all that was imported
                         gc.freeze()
-                if self._stops_early():
-                    break
         finally:
             if freezes:
                 gc.unfreeze()
@@ -136,13 +130,11 @@ class TrainingRun:
         return self._report.clock.paused(synchronize=True)
 
     def break_off(self, error: BaseException) -> None:
-        """Leave the step in which an error has ended the run, and a save in the background where all ranks are well.
+        """Leave the step in which an error has ended the run.
 
         Raises:
             torch.OutOfMemoryError: there was no memory left; its message is a page that explains it.
         """
-        if isinstance(error, NotFinite):
-            self._checkpoints.finish_writing()
         self._measured.__exit__(type(error), error, error.__traceback__)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
@@ -157,21 +149,17 @@ class TrainingRun:
         model, optimizer = self.prepared.model, self.prepared.optimizer
         if not self.step and self.args.offload_optimizer != "step":  # which takes all gradients away
             check_gradients(model)
-        norm = clip_gradients(self.args, self.accelerator, model, optimizer, max_norm)
-        self._may_step = self._guard.should_step(self._batch, norm)
-        if not self._may_step:
-            optimizer.zero_grad()
-        return norm
+        return clip_gradients(self.args, self.accelerator, model, optimizer, max_norm)
 
     def end_step(self, grad_norm: Tensor | None) -> dict[str, Any]:
         """Count a finished step; return the figures of the window that it ends, for ``accelerator.log``, or nothing.
 
         Raises:
-            NotFinite: more steps of the window than allowed are not finite.
+            NotFinite: a step of the window is not finite.
         """
         self._measured.close()
         was_skipped = getattr(self.prepared.optimizer, "step_was_skipped", False)
-        if self._average is not None and self._may_step and not was_skipped:
+        if self._average is not None and not was_skipped:
             self._average.update()
         self._report.count(self._batch, grad_norm)
         self.prepared.handle.check_first_step(self.accelerator.print)
@@ -210,12 +198,12 @@ class TrainingRun:
         if not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
             return
         with self._report.clock.paused(synchronize=True):
+            self._report.losses.read()
             batches = self._evaluation_batches(dataset, **options)
             with nullcontext() if self._average is None else self._average.applied():
                 figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._state_in_evaluation))
                 self._check_metric(figures)
-                compared = {"metric": self.args.metric_for_best_model, "threshold": self.args.early_stopping_threshold}
-                is_best = self._report.log_evaluation(self.step, figures, **compared)
+                is_best = self._report.log_evaluation(self.step, figures, metric=self._metric)
                 if is_best and self.args.save_best:
                     weights = weight_writers(self.accelerator, self.built.saved)
                     self._checkpoints.save_best(
@@ -311,7 +299,7 @@ class TrainingRun:
         return self._report.state_dict()
 
     def _check_metric(self, figures: dict[str, Any], *, of_few: bool = False) -> None:
-        """``--metric_for_best_model`` is a figure of the evaluations; print a line where it is not defined.
+        """The metric of ``--save_best`` is a figure of the evaluations; print a line where it is not defined.
 
         Args:
             of_few: samples, before any step.
@@ -319,13 +307,11 @@ class TrainingRun:
         Raises:
             InputError: it is none; the step has been saved.
         """
-        metric, known = self.args.metric_for_best_model, scalars_of(figures)
+        metric, known = self._metric, scalars_of(figures)
         if metric not in known:
             if self.step and not of_few:
                 self._checkpoints.save(self.step, self._state_in_evaluation())
-            raise InputError(
-                f"--metric_for_best_model {metric}: must be one of {', '.join(sorted(known))}; go on with --resume"
-            )
+            raise InputError(f"--save_best {metric}: must be one of {', '.join(sorted(known))}; go on with --resume")
         if not of_few and isnan(known[metric]) and isfinite(known["loss"]):
             words = f"the {metric} of the evaluation after step {self.step} is not defined, so it counts as not better"
             self.accelerator.print(f"note: {words}")
@@ -340,25 +326,16 @@ class TrainingRun:
         self._check_metric(figures, of_few=True)
 
     def _take_best(self) -> Path | None:
-        """Return the folder of the best weights, and report their figures, with ``--load_best_model_at_end``.
-
-        Else say where they are, if the last ones are not the best.
-        """
-        takes = self.args.load_best_model_at_end
+        """Return the folder of the best weights, and report their figures, with ``--save_best``."""
         if self.args.eval_only or not self.args.save_best:
             return None
         found = on_main_process(self.accelerator, self._find_best)
         if found is None:
-            if takes:
-                self.accelerator.print("note: no evaluation was the best, so final/ has the last weights")
+            self.accelerator.print("note: no evaluation was the best, so final/ has the last weights")
             return None
-        path, figures = found
-        if takes:
-            self._report.evaluated = figures
-            self.accelerator.print(f"final/ has the weights of checkpoints/{path.name}")
-        elif path.name != f"{BEST}-{self.step}":
-            self.accelerator.print(f"note: final/ has the last weights, and checkpoints/{path.name} the best")
-        return path if takes else None
+        path, self._report.evaluated = found
+        self.accelerator.print(f"final/ has the weights of checkpoints/{path.name}")
+        return path
 
     def _find_best(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the best weights and their figures; an earlier version wrote the weights alone."""
@@ -366,26 +343,8 @@ class TrainingRun:
         if path is None or best is None:
             return None
         figures = path / FIGURES
-        known = {self.args.metric_for_best_model: best}
+        known = {self._metric: best}
         return path, json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else known
-
-    def _stops_early(self) -> bool:
-        """Return whether the run ends here by ``--early_stopping_patience``; if so, save its last step."""
-        patience, best = self.args.early_stopping_patience, self._report.best_figure
-        is_last = self.step == self.batches.steps.stop
-        if is_last or patience is None or self._report.stale_evaluations < patience:
-            return False
-        with self._report.clock.paused():
-            self._checkpoints.save(self.step, self._report.state_dict())
-        self.batches.end_after(self.step)
-        than = "" if best is None else f" than a {self.args.metric_for_best_model} of {best:.4f}"
-        line = (
-            f"--early_stopping_patience {patience}: the run ends after step {self.step}, as its last {patience} "
-            f"evaluations were not better{than}"
-        )
-        self.accelerator.print(line)
-        alert(self.accelerator, "the run has ended early", line)
-        return True
 
     def _make_average(self) -> WeightAverage | None:
         """Make the average of ``--ema_decay``."""
@@ -418,23 +377,19 @@ class TrainingRun:
             train_state,
             order=self.batches.order,
             layout=self.batches.layout,
-            keep=self.args.keep_checkpoints,
-            every_steps=self.args.save_every,
+            every_steps=self.args.save_every_steps,
             every_minutes=self.args.save_every_minutes,
             signals=folder.signals,
             data=data,
-            data_changed_ok=self.args.data_changed_ok,
             lock=folder.lock,
-            async_save=self.args.async_save,
         )
 
     def _go_on(self, resumed: Resumed) -> None:
         """Restore the counts; where the best weights are lost, forget their figure, so that later ones are saved."""
         self.step = resumed.step
         self._report.load_state_dict(resumed.state)
-        metric_before = (self.run.folder.earlier or {}).get("metric_for_best_model", "loss")
-        if metric_before != self.args.metric_for_best_model:
-            self._report.best_figure, self._report.stale_evaluations = None, 0
+        if best_metric(self.run.folder.earlier or {}) != self._metric:
+            self._report.best_figure = None
         best = self._report.best_figure
         if (
             best is None
@@ -443,7 +398,7 @@ class TrainingRun:
         ):
             return
         self.accelerator.print(
-            f"note: the weights of the best evaluation so far ({self.args.metric_for_best_model} {best:.4f}) are not "
+            f"note: the weights of the best evaluation so far ({self._metric} {best:.4f}) are not "
             "in checkpoints/: --save_best begins anew"
         )
         self._report.best_figure = None

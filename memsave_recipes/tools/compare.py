@@ -67,7 +67,7 @@ OF_EVALUATION = "eval_"  # begins the key of a figure of the evaluation
 OF_THE_LOSS_ALONE = {"steps", "seed"}
 # Flags without an influence on training, which no list of differences names.
 INCIDENTAL_FLAGS = {
-    *("output_dir", "overwrite", "report_to", "project", "run_name", "tags", "resume", "verify"),
+    *("output_dir", "overwrite", "report_to", "project", "run_name", "resume", "verify"),
 }
 DERIVED_FROM_FLAGS = ("plan.", "geometry.")  # and shown in the table
 # Metrics of an evaluation; a terminal shows the first of them that was recorded.

@@ -1,17 +1,17 @@
 """The flags that every recipe shares, each checked when it is read."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from inspect import signature
 from math import isfinite
 from typing import Any, Final, Literal
 
 import torch
 
-from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.errors import InputError, check_ranges, option, require
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.sharding.groups import FULL, NONE
-from memsave_recipes.core.step.settings import AUTO, OptimizerSettings
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, OptimizerSettings
 from memsave_recipes.core.text import read_json
 from memsave_recipes.training.exact.settings import ExactSettings
 
@@ -40,16 +40,17 @@ VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no
 REGIONS: Final = "regions"
 COMPILE_WORDS = dict.fromkeys(("true", "yes", "on"), REGIONS) | dict.fromkeys(("false", "no", "off"), NONE)
 """Other values of ``--compile``, as YAML users write them."""
+BEST_WORDS = dict.fromkeys(("true", "yes", "on"), "loss") | dict.fromkeys(("false", "no", "off"))
+"""Other values of ``--save_best``, as YAML users write them."""
 COMPILED_AS = {"none": "compiled:1", "selective": "compiled", "full": "compiled:0"}
 """The strategies that compile layers, by those that save about as much."""
-MAX_EPOCHS = MAX_GIB = MAX_MINUTES = 1e6
-MAX_WORKERS = 1024
 POLYNOMIAL_END = 1e-7  # of transformers
-MAX_RATE = 1e30
+RATES = "[0, 1e30]"
 """Of learning rate, weight decay and clipping norm; not far above it float32 overflows."""
-MAX_NAME, MAX_TAG = 128, 64
+IN_ANOTHER_ORDER = "ranks add gradients in another order"
+MAX_NAME = 128
 NOT_IN_A_PROJECT = set("/\\#?%:")
-"""The characters that W&B refuses in the name of a project; the lengths are its own as well."""
+"""The characters that W&B refuses in the name of a project; the length is its own as well."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DTYPES: dict[Dtype, torch.dtype] = {
     "auto": torch.bfloat16,  # until the device is known
@@ -68,28 +69,26 @@ class TrackerArguments:
     names.
     """
 
-    report_to: list[str] = field(
-        default_factory=lambda: ["trackio"],
-        metadata={"help": "trackers: trackio, wandb, tensorboard (one or several), or none"},
+    report_to: list[str] = option(
+        lambda: ["trackio"], "trackers: trackio, wandb, tensorboard (one or several), or none", resume="free"
     )
-    project: str | None = field(
-        default_factory=lambda: os.environ.get("WANDB_PROJECT") or None,
-        metadata={"help": "project of the run; default: WANDB_PROJECT, else memsave- and the name of the recipe"},
+    project: str | None = option(
+        lambda: os.environ.get("WANDB_PROJECT") or None,
+        "project of the run; default: WANDB_PROJECT, else memsave- and the name of the recipe",
+        shown="seldom",
+        resume="free",
     )
-    run_name: str | None = field(
-        default_factory=lambda: os.environ.get("WANDB_NAME") or None,
-        metadata={"help": "name of the run; default: WANDB_NAME, else the plan, the batch layout and the devices"},
-    )
-    tags: list[str] = field(
-        default_factory=lambda: [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
-        metadata={"help": "tags of the run, added to its plan, dtype and device; default: WANDB_TAGS"},
+    run_name: str | None = option(
+        lambda: os.environ.get("WANDB_NAME") or None,
+        "name of the run; default: WANDB_NAME, else the plan, the batch layout and the devices",
+        shown="seldom",
+        resume="free",
     )
 
     def __post_init__(self) -> None:
         for flag, name in (("--project", self.project), ("--run_name", self.run_name)):
-            require(name is None or _is_label(name, MAX_NAME), flag, name, f"one line of at most {MAX_NAME} characters")
-        for tag in self.tags:
-            require(_is_label(tag, MAX_TAG), "--tags", tag, f"each one line of at most {MAX_TAG} characters")
+            is_label = name is None or (name.isprintable() and len(name) <= MAX_NAME)
+            require(is_label, flag, name, f"one line of at most {MAX_NAME} characters")
         forbidden = sorted(NOT_IN_A_PROJECT.intersection(self.project or ""))
         require(not forbidden, "--project", self.project, f"without {' '.join(forbidden)}, which W&B does not take")
 
@@ -98,45 +97,61 @@ class TrackerArguments:
 class RunArguments(TrackerArguments, ExactSettings):
     """The folder, global batch, memory plan and length of a run."""
 
-    output_dir: str = field(metadata={"help": "folder for everything that the run writes"})
-    overwrite: bool = option(False, "delete the run that --output_dir holds")
-    global_batch_size: int = option(64, "samples of one optimizer step, over all ranks and accumulation steps")
+    output_dir: str = option(MISSING, "folder for everything that the run writes", shown="first", resume="free")
+    overwrite: bool = option(False, "delete the run that --output_dir holds", resume="free")
+    global_batch_size: int = option(
+        64, "samples of one optimizer step, over all ranks and accumulation steps", shown="first", least=1
+    )
     micro_batch_size: int | str | None = option(
         None,
         "samples of one forward on one rank, or auto: the fastest size that fits --memory_budget_gib; "
         "default: the rank's whole share of the global batch",
+        shown="first",
+        resume="free",
     )
     bitwise_topology: bool = option(
         False,
         "the same weights and losses, bit for bit, on any number of ranks: micro-batches of one "
         "--micro_batch_size, whose gradients are added in a fixed order",
+        before=False,
     )
     shard: str | None = option(
         None,
         "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over "
         "groups of N ranks, each with the whole model; default: what the launch file says, else none",
+        rounds=IN_ANOTHER_ORDER,
+        before=NONE,
     )
     reduce_gradients: Literal["auto", "micro_batch", "step"] = option(
         "auto",
         "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, "
         "but whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch",
+        shown="seldom",
+        resume="searched",
+        rounds=IN_ANOTHER_ORDER,
+        before=PER_MICRO_BATCH,
     )
-    drop_last: bool = option(False, "skip the last step of an epoch if it has fewer samples")
     activation_checkpointing: str | None = option(
         None,
         "strategy: none (default; full with --batchnorm global and a --micro_batch_size), full, every:K, "
         "segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
         "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget or budget:bitwise; or the path of a "
         "plan.json",
+        shown="first",
+        resume="free",
     )
     memory_budget_gib: float | None = option(
-        None, "GiB of device memory that a step may take: limit of the search by budget and auto"
+        None,
+        "GiB of device memory that a step may take: limit of the search by budget and auto",
+        shown="first",
+        within="(0, 1e6]",
+        resume="free",
     )
-    gradient_checkpointing: bool = option(False, "same as --activation_checkpointing full")
     compile: str = option(
         NONE,
         "compile each repeated layer (rounds otherwise): regions (also --compile alone), none, or auto, "
         "which is regions on a GPU with Triton, unless a flag asks for equal bits",
+        resume="free",
         nargs="?",
         const=REGIONS,
     )
@@ -144,47 +159,54 @@ class RunArguments(TrackerArguments, ExactSettings):
         "off",
         "before training, check on one global batch that the plan changes no result (takes two batches); "
         "stop (also --verify alone) or warn if it does",
+        resume="free",
         nargs="?",
         const="stop",
     )
-    num_epochs: float = option(3, "passes over the training set")
-    max_steps: int | None = option(None, "optimizer steps; overrides --num_epochs")
-    seed: int = option(0, "seed of weights, sample order, augmentation and dropout")
+    num_epochs: float = option(3, "passes over the training set", shown="first", within="(0, 1e6]", resume="length")
+    max_steps: int | None = option(None, "optimizer steps; overrides --num_epochs", least=1, resume="length")
+    seed: int = option(0, "seed of weights, sample order, augmentation and dropout", least=0)
     full_determinism: bool = option(
-        False, "use deterministic kernels if torch has them: the same bits in every run on a GPU"
+        False,
+        "use deterministic kernels if torch has them: the same bits in every run on a GPU",
+        shown="seldom",
+        resume="free",
     )
     dtype: Dtype = option(
         "float32",
         "dtype of the parameters; auto: bfloat16, or float16 on a GPU without it; mixed precision "
         "is set at launch, and is fp16 with float16",
+        resume="chosen",
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = option(
-        None, "precision of float32 matrix products: high is TF32 on a GPU, medium bfloat16; default: highest"
+        None,
+        "precision of float32 matrix products: high is TF32 on a GPU, medium bfloat16; default: highest",
+        shown="seldom",
     )
-    sync_batchnorm: bool = option(False, "compute BatchNorm statistics over all ranks (GPUs only)")
-    batchnorm: Literal["local", "global"] = option(
+    batchnorm: Literal["local", "sync", "global"] = option(
         "local",
-        "statistics of BatchNorm: local (over each micro-batch of a rank) or global (over the whole "
-        "global batch, across ranks and micro-batches)",
+        "statistics of BatchNorm: local (over each micro-batch of a rank), sync (over those of all ranks, on GPUs) or "
+        "global (over the whole global batch, across ranks and micro-batches)",
+        shown="seldom",
+        before="local",
     )
     dataloader_num_workers: int | None = option(
-        None, "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU on Linux"
+        None,
+        "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU on Linux",
+        within="[0, 1024]",
+        resume="free",
     )
     eval_only: bool = option(False, "only evaluate the model, without training")
-    eval_steps: int | None = option(None, "optimizer steps between evaluations; default: one epoch")
-    logging_steps: int = option(10, "optimizer steps between log rows")
-    memory_snapshot: int | None = option(None, "record the CUDA allocator over the first N steps")
-    debug: bool = option(False, "also print the traceback of one-line errors")
+    eval_steps: int | None = option(
+        None, "optimizer steps between evaluations; default: one epoch", least=1, resume="free"
+    )
+    logging_steps: int = option(10, "optimizer steps between log rows", least=1, resume="free")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gradient_checkpointing and self.activation_checkpointing not in (None, "full"):
-            raise InputError(
-                "--gradient_checkpointing means --activation_checkpointing full, "
-                f"which contradicts --activation_checkpointing {self.activation_checkpointing}: give one of them"
-            )
+        check_ranges(self)
         self._check_micro_batch_size()
-        is_full = self.gradient_checkpointing or (self.joins_micro_batches and not self.eval_only)
+        is_full = self.joins_micro_batches and not self.eval_only
         self.activation_checkpointing = self.activation_checkpointing or ("full" if is_full else "none")
         self.verify = VERIFY_WORDS.get(self.verify.lower(), self.verify)
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
@@ -194,14 +216,6 @@ class RunArguments(TrackerArguments, ExactSettings):
         self._check_budget()
         self.check_flags()
         self._check_shards()
-        for name in ("global_batch_size", "max_steps", "eval_steps", "memory_snapshot", "logging_steps"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name}", value, "at least 1")
-        require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
-        require(self.seed >= 0, "--seed", self.seed, "at least 0")
-        workers = self.dataloader_num_workers
-        in_range = workers is None or 0 <= workers <= MAX_WORKERS
-        require(in_range, "--dataloader_num_workers", workers, f"in [0, {MAX_WORKERS}]")
 
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size
@@ -227,7 +241,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         if word == REGIONS:
             if refused is not None:
                 raise InputError(f"--compile {REGIONS} does not go with {refused}: leave one of them out")
-            self.activation_checkpointing, self.gradient_checkpointing = COMPILED_AS.get(strategy, strategy), False
+            self.activation_checkpointing = COMPILED_AS.get(strategy, strategy)
         is_estimated = self.in_shards and self.searches
         may_round = self.verify == "off" and not self.full_determinism and not is_estimated
         if word == AUTO and refused is None and may_round and strategy in COMPILED_AS:
@@ -245,7 +259,6 @@ class RunArguments(TrackerArguments, ExactSettings):
             raise InputError(
                 f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
             )
-        require(budget is None or 0 < budget <= MAX_GIB, "--memory_budget_gib", budget, "above 0 and at most 1e6")
 
     def _check_shards(self) -> None:
         """``--shard`` goes without flags that need whole weights, or whole gradients, on a rank."""
@@ -261,7 +274,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         reasons = {
             "--bitwise_topology adds up whole gradients in one order": self.bitwise_topology,
             "--batchnorm global joins the micro-batches of ranks that gather weights at other times": is_global,
-            "--sync_batchnorm has not been tried with it": self.sync_batchnorm,
+            "--batchnorm sync has not been tried with it": self.batchnorm == "sync",
         }
         self._refuse_beside_shards(reasons)
 
@@ -279,50 +292,62 @@ class RunArguments(TrackerArguments, ExactSettings):
 
 @dataclass(kw_only=True)
 class CheckpointArguments:
-    """Checkpoints, resume and early stopping."""
+    """Checkpoints and resume."""
 
-    resume: bool = option(False, "continue from the newest checkpoint in --output_dir; start if there is none")
-    data_changed_ok: bool = option(False, "with --resume: continue even though the training data has changed")
-    save_every: int | None = option(None, "optimizer steps between checkpoints")
-    save_every_minutes: float = option(30, "minutes between checkpoints; 0: no checkpoints by time")
-    keep_checkpoints: int = option(2, "number of checkpoints to keep, the newest")
-    save_best: bool = option(False, "save the weights of the best evaluation as checkpoints/best-STEP")
-    load_best_model_at_end: bool = option(False, "write these weights as final/ at the end; includes --save_best")
-    metric_for_best_model: str = option(
-        "loss", "evaluation metric that --save_best and --early_stopping_patience compare, also as eval_NAME"
+    resume: bool = option(
+        False,
+        "continue from the newest checkpoint in --output_dir; start if there is none",
+        shown="first",
+        resume="free",
     )
-    early_stopping_patience: int | None = option(None, "end the run after N evaluations in a row without a better one")
-    early_stopping_threshold: float = option(0.0, "least improvement that counts for --early_stopping_patience")
-    async_save: bool = option(False, "continue training while a checkpoint is written from copies on the host")
-    collective_timeout_minutes: float = option(
-        30, "minutes after which the run ends if a rank is missing in a collective or does not stop at a signal"
+    save_every: str = option(
+        "30min", "optimizer steps (500) or minutes (30min) between checkpoints; 0: only at the end", resume="free"
     )
-    skip_nonfinite: int = option(
-        0, "number of steps with a loss or gradient that is not finite to skip before the run stops"
+    save_best: str | None = option(
+        None,
+        "save the weights with the best value of this evaluation metric (default: loss) as checkpoints/best-STEP, "
+        "and write them as final/ at the end",
+        nargs="?",
+        const="loss",
+        resume="free",
     )
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "keep_checkpoints", "early_stopping_patience"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name}", value, "at least 1")
-        for name in ("save_every_minutes", "early_stopping_threshold"):
-            value = getattr(self, name)
-            require(isfinite(value) and value >= 0, f"--{name}", value, "finite and at least 0")
-        timeout = self.collective_timeout_minutes
-        require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "above 0 and at most 1e6")
-        require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "at least 0")
-        self.save_best = self.save_best or self.load_best_model_at_end
-        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_").removeprefix("eval/")
+        _steps_and_minutes(self.save_every)
+        word = str(self.save_best).lower()
+        self.save_best = BEST_WORDS.get(word, self.save_best)
+        if self.save_best is not None:
+            self.save_best = self.save_best.removeprefix("eval_").removeprefix("eval/")
+
+    @property
+    def save_every_steps(self) -> int | None:
+        """``--save_every``, where that is steps."""
+        return _steps_and_minutes(self.save_every)[0]
+
+    @property
+    def save_every_minutes(self) -> float | None:
+        """``--save_every``, where that is minutes."""
+        return _steps_and_minutes(self.save_every)[1]
+
+
+def _steps_and_minutes(every: str) -> tuple[int | None, float | None]:
+    """Return one of both as ``--save_every`` gives it, neither for 0."""
+    number = every.removesuffix("min")
+    is_number = number.isascii() and number.isdigit() and len(number) <= len(str(MAX_INT))
+    require(is_number, "--save_every", every, "steps such as 500, minutes such as 30min, or 0")
+    found = int(number) or None
+    return (None, found) if every.endswith("min") else (found, None)
 
 
 @dataclass(kw_only=True)
 class OptimizerArguments(OptimizerSettings):
     """The optimizer, its schedule and clipping."""
 
+    momentum: float = field(default=0.9, init=False)
     optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = option(
         "adamw",
         "optimizer; muon updates the matrices of hidden layers, AdamW the rest, at the same rate; muon, "
-        "adafactor and adamw_8bit keep less state; sgd has --momentum",
+        "adafactor and adamw_8bit keep less state",
     )
     bf16_stochastic_round: bool = option(
         False, "round AdamW's updates of --dtype bfloat16 up or down at random, so that small ones count"
@@ -334,30 +359,33 @@ class OptimizerArguments(OptimizerSettings):
         "none",
         "state: keep the optimizer state on the host and copy it to the device for each update; step: "
         "move gradients to the host in the backward and update there",
+        rounds="an update on the host rounds in another way than one on the device",
+        before=NONE,
+        same=(NONE, "state"),
     )
-    learning_rate: float = option(3e-4, "learning rate at the end of the warm-up")
-    weight_decay: float = option(0.0, "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd")
-    decay_all: bool = option(False, "apply weight decay to norms and biases, too")
-    adam_beta1: float = option(0.9, "decay of AdamW's mean of gradients")
-    adam_beta2: float = option(0.999, "decay of AdamW's mean of squared gradients")
-    adam_epsilon: float = option(1e-8, "added to the root of AdamW's squared gradients")
-    momentum: float = option(0.9, "momentum of sgd")
+    learning_rate: float = option(3e-4, "learning rate at the end of the warm-up", shown="first", within=RATES)
+    weight_decay: float = option(
+        0.0, "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd", within=RATES
+    )
+    adam_beta1: float = option(0.9, "decay of AdamW's mean of gradients", within="[0, 1)")
+    adam_beta2: float = option(0.999, "decay of AdamW's mean of squared gradients", within="[0, 1)")
     lr_scheduler_type: Schedule = option("linear", "learning-rate schedule after the warm-up")
     lr_scheduler_kwargs: str = option(
         "{}", 'arguments of the schedule as transformers names them, in JSON: {"min_lr_rate": 0.1}'
     )
-    warmup_steps: int = option(0, "optimizer steps of linear warm-up")
-    max_grad_norm: float = option(1.0, "norm to which the gradient of the global batch is clipped; 0: no clipping")
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", least=0)
+    max_grad_norm: float = option(
+        1.0, "norm to which the gradient of the global batch is clipped; 0: no clipping", within=RATES
+    )
     ema_decay: float | None = option(
         None,
         "decay of an exponential moving average of the weights, such as 0.999; the average is evaluated "
         "and saved as final/",
+        within="(0, 1)",
     )
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
-            value = getattr(self, name)
-            require(0 <= value <= MAX_RATE, f"--{name}", value, f"in [0, {MAX_RATE:g}]")
+        check_ranges(self)
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise InputError(
                 f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}, which --learning_rate "
@@ -372,11 +400,6 @@ class OptimizerArguments(OptimizerSettings):
                 "--offload_optimizer step: --optimizer muon multiplies matrices, which is slow on a host: take "
                 "--offload_optimizer state"
             )
-        for name in ("momentum", "adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, f"--{name}", getattr(self, name), "in [0, 1)")
-        require(0 < self.adam_epsilon <= 1, "--adam_epsilon", self.adam_epsilon, "in (0, 1]")
-        require(self.ema_decay is None or 0 < self.ema_decay < 1, "--ema_decay", self.ema_decay, "in (0, 1)")
-        require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -447,7 +470,3 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             "use_dora of --lora_config measures the rows of whole weights": bool(entries.get("use_dora")),
         }
         self._refuse_beside_shards(reasons)
-
-
-def _is_label(name: str, longest: int) -> bool:
-    return name.isprintable() and len(name) <= longest

@@ -128,10 +128,6 @@ class GlobalBatches:
         """Leave out the first ``step`` steps of the run."""
         self.steps = range(step, self.steps.stop)
 
-    def end_after(self, step: int) -> None:
-        """Let ``step`` be the last one of the run."""
-        self.steps = range(self.steps.start, step)
-
     def anew(self, layout: BatchLayout) -> "GlobalBatches":
         """All steps of the run once more, in another layout."""
         other = copy(self)

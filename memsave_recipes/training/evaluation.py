@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.core.errors import InputError, option, packages_of, require
+from memsave_recipes.core.errors import RULES, InputError, Rules, check_ranges, option, packages_of, require
 from memsave_recipes.core.losses import IGNORED_LABEL, MULTI, REGRESSION, SINGLE, LabelLoss, ProblemType
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
@@ -50,15 +50,18 @@ class LabelArguments:
         weights_by_class: what the file of ``--class_weights`` says, by name, so that a resumed run has the same.
     """
 
-    label_smoothing_factor: float = option(0.0, "share of the target that is spread evenly over all classes; 0: none")
+    label_smoothing_factor: float = option(
+        0.0, "share of the target that is spread evenly over all classes; 0: none", within="[0, 1)"
+    )
     class_weights: str | None = option(
         None, "weights of classes in the mean loss: balanced, or a .json or .yaml with one for each name"
     )
-    weights_by_class: dict[str, float] | None = field(default=None, init=False)
+    weights_by_class: dict[str, float] | None = field(
+        default=None, init=False, metadata={RULES: Rules(file_of="--class_weights")}
+    )
 
     def __post_init__(self) -> None:
-        factor = self.label_smoothing_factor
-        require(0 <= factor < 1, "--label_smoothing_factor", factor, "in [0, 1)")
+        check_ranges(self)
         if self.class_weights is not None and self.class_weights != BALANCED:
             self.weights_by_class = _read_weights(self.class_weights)
 

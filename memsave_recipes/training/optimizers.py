@@ -1,4 +1,4 @@
-"""The optimizer and the schedule that the flags name, and steps that must not change a weight: those not finite.
+"""The optimizer and the schedule that the flags name, and steps that end a run: those not finite.
 
 ``--optimizer_in_backward`` steps each parameter as soon as its gradient is there and frees the gradient, so that they
 never exist all at once. The idea is LOMO's (Lv et al. 2023, https://arxiv.org/abs/2306.09782), here for any optimizer
@@ -6,21 +6,17 @@ that treats each parameter by itself. It rules out everything that needs all gra
 norm, accumulation, the average over ranks, loss scaling.
 
 NOTE [ not finite ]
-A step whose loss or gradient is not finite changes no weight, and stops the run or is counted.
+A step whose loss or gradient is not finite stops the run, and nothing that it has changed is saved.
 1. A loss that is NaN or infinite makes the gradient NaN (``GlobalBatch.backward``), DDP's all-reduce carries that to
    all ranks, and the norm that clipping computes anyway is NaN on each of them. So one number says it all, and no rank
    has to ask another one.
 2. The host does not look at the norm before the optimizer steps: it would have to wait for the device in each step, and
-   could no longer queue the next one meanwhile. The fused optimizers take a ``found_inf`` on the device, as gradient
-   scalers give it to them, and then change neither weights nor their own state; so do Muon and AdamW with stochastic
-   rounding. That one counts its updates on the host, which is wrong behind a step that is left out: it is waited for
-   where a run goes on behind one. So are those that take none: Adafactor, AdamW in 8 bits, SGD in shards.
-3. The host looks where it waits for the device in any case: at the end of a logging window, and before a checkpoint is
-   saved. There ``StepLosses`` stops the run or counts the step, so the steps in between are computed in vain.
+   could no longer queue the next one meanwhile.
+3. It looks where it waits for the device in any case: at the end of a logging window, before an evaluation, and before
+   a checkpoint is saved. There ``StepLosses`` stops the run, so the steps in between are computed in vain.
 4. With fp16 the scaler leaves steps out whose gradient overflows, as a matter of course; then the loss alone is judged.
-5. The running statistics of a BatchNorm are wrong as soon as the forward is, so they are put back where a run goes on.
-6. ``--optimizer_in_backward`` has changed the weights before there is anything to look at, and a finite gradient makes
-   them infinite where the rate is large. So the weights themselves are looked at before they are saved.
+5. A finite gradient makes weights infinite where the rate is large. So the weights themselves are looked at before they
+   are saved.
 """
 
 import json
@@ -34,7 +30,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -86,7 +81,7 @@ def make_optimizer(
         masters = _masters(optim, model, trained)
         parameters = [{**group, "params": [masters.of[one] for one in group["params"]]} for group in parameters]
     rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
-    of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
+    of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2)}
     optimizer: Optimizer
     match optim.update_rule:
         case "adamw_bf16":
@@ -289,18 +284,16 @@ def clip_gradients(
     return whole(norm)
 
 
-def check_in_backward(
-    optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, skip_nonfinite: int = 0
-) -> None:
+def check_in_backward(optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str) -> None:
     """Refuse flags that need all gradients at once.
 
     Raises:
-        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16, steps left out or
-            a layout that adds up all gradients first.
+        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or a
+            layout that adds up all gradients first.
     """
     if optim.optimizer_in_backward:
         clips = optim.max_grad_norm > 0
-        reason = why_not_in_backward(layout, mixed_precision, clips=clips, skip_nonfinite=skip_nonfinite)
+        reason = why_not_in_backward(layout, mixed_precision, clips=clips)
         if reason is not None:
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
 
@@ -352,75 +345,23 @@ class _StepOne:
 
 
 MAX_NAMED_SAMPLES = 32
-WAY_OUT = (
-    "no weight has changed since the step before: look at these samples and at --learning_rate, or go on with --resume "
-    "--skip_nonfinite N"
-)
+WAY_OUT = "nothing is saved since the step before: look at these samples, and at --learning_rate"
 
 
 class NotFinite(Exception):
-    """More steps than allowed had a loss or a gradient that is not finite; all ranks know it. The message is a line."""
-
-
-class NonFiniteGuard:
-    """Lets the optimizer step on finite gradients only: rules 2, 4 and 5 of NOTE [ not finite ].
-
-    Args:
-        model, optimizer: as prepared, and as the first step finds them.
-        skips: how many steps may be left out; with any, BatchNorm's statistics are put back after such a step.
-        waits: learn on the host whether a step is left out.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, *, skips: int, waits: bool = False
-    ) -> None:
-        self.has_scaler = accelerator.scaler is not None
-        self.optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper hands nothing on
-        self.takes_found_inf = not waits and _takes_found_inf(self.optimizer, goes_on=skips > 0)
-        norms = [module for module in model.modules() if skips and isinstance(module, _BatchNorm)]
-        self.statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-
-    def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
-        """Whether to call ``optimizer.step()``; sets its ``found_inf``, and puts BatchNorm's statistics back.
-
-        With ``found_inf`` set on the device the step that is called changes nothing.
-        """
-        if grad_norm is None:
-            return True
-        judged = torch.as_tensor(batch.loss) if self.has_scaler else grad_norm
-        found_inf = (judged - judged).ne_(0).to(torch.float32)  # 0 of a finite number; of others NaN, which is not 0
-        for buffer, before in self.statistics:
-            before.copy_(torch.where(found_inf.to(buffer.device, non_blocking=True) > 0, before, buffer))
-            buffer.copy_(before)
-        if self.has_scaler:
-            return True
-        if self.takes_found_inf:
-            self.optimizer.found_inf = found_inf
-            return True
-        return not found_inf.item()
-
-
-def _takes_found_inf(optimizer: Any, *, goes_on: bool) -> bool:
-    """Rule 2 of NOTE [ not finite ]."""
-    if goes_on and getattr(optimizer, "counts_on_host", False):
-        return False
-    of_torch = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    return of_torch or getattr(optimizer, "takes_found_inf", False)
+    """A step had a loss or a gradient that is not finite; all ranks know it. The message is a line."""
 
 
 class StepLosses:
     """The steps since the last logging window. All methods are for all ranks.
 
     Args:
-        skips: so many steps may be not finite.
         exact: add the parts of a loss up without rounding, so that their order does not matter.
     """
 
-    def __init__(self, accelerator: Accelerator, order: SampleOrder, *, skips: int, exact: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, order: SampleOrder, *, exact: bool = False) -> None:
         self.accelerator = accelerator
         self.order = order
-        self.skips = skips
-        self.skipped_steps = 0
         self.grad_norm: float | None = None
         """Of the last step that has been read; ``None`` where no step had one."""
         self._sum: Callable[[list[float]], float] = exact_sum if exact else sum
@@ -442,7 +383,7 @@ class StepLosses:
         """The ``parts`` of all ranks.
 
         Raises:
-            NotFinite: more steps than allowed are not finite.
+            NotFinite: a step is not finite.
         """
         of_steps: dict[int, list[float]] = {}
         for (step, _), parts in of_ranks.items():
@@ -450,38 +391,35 @@ class StepLosses:
         for step, parts in of_steps.items():
             loss, (_, norm) = self._sum(parts), self._unread.pop(step)
             self.grad_norm = None if norm is None else norm.item()
-            if is_finite(loss, self.grad_norm or 0.0, has_scaler=self.accelerator.scaler is not None):
-                self._read.append(loss)
-            else:
-                self._leave_out(describe_not_finite(self.order, step, loss, self.grad_norm))
+            if not is_finite(loss, self.grad_norm or 0.0, has_scaler=self.accelerator.scaler is not None):
+                raise NotFinite(f"{describe_not_finite(self.order, step, loss, self.grad_norm)}; {WAY_OUT}")
+            self._read.append(loss)
 
-    def end_window(self) -> float:
-        """The mean loss of its steps, NaN where none is finite."""
-        steps, self._read = self._read, []
-        return sum(steps) / len(steps) if steps else float("nan")
-
-    def skipped(self) -> dict[str, int]:
-        """How many steps have been left out, where that is allowed."""
-        return {"skipped_steps": self.skipped_steps} if self.skips else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The losses of the window and the count of skipped steps, as plain values. Waits for the device.
+    def read(self) -> None:
+        """Take in the steps that nobody has read yet. Waits for the device.
 
         Raises:
-            NotFinite: more steps than allowed are not finite.
+            NotFinite: a step is not finite.
         """
         self.take_in(gather_figures(self.accelerator, self.parts()))
-        return {"losses": list(self._read), "skipped_steps": self.skipped_steps}
+
+    def end_window(self) -> float:
+        """The mean loss of its steps."""
+        steps, self._read = self._read, []
+        return sum(steps) / len(steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses of the window, as plain values. Waits for the device.
+
+        Raises:
+            NotFinite: a step is not finite.
+        """
+        self.read()
+        return {"losses": list(self._read)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``."""
-        self._read, self.skipped_steps = list(state["losses"]), state["skipped_steps"]
-
-    def _leave_out(self, description: str) -> None:
-        self.skipped_steps += 1
-        if self.skipped_steps > self.skips:
-            raise NotFinite(f"{description}; {WAY_OUT}")
-        self.accelerator.print(f"note: {description}; skipped, {self.skipped_steps} of at most {self.skips}")
+        self._read = list(state["losses"])
 
 
 def is_finite(loss: float, grad_norm: float, *, has_scaler: bool) -> bool:

@@ -4,19 +4,19 @@
 """
 
 import sys
-from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from memsave_recipes.core.errors import InputError, check_file, check_words
+from memsave_recipes.core.errors import RULES, InputError, check_file, check_words, rules_of
 from memsave_recipes.training.arguments import MAX_INT
 
 YAML = "tag:yaml.org,2002:"
@@ -39,22 +39,12 @@ ELSEWHERE = {
     "vocab_size": "it is an entry of --config_overrides",
     "max_eval_samples": "all held-out rows are evaluated: give fewer as --validation_file",
     "text_pair_column": "--text_column takes both columns",
+    "gradient_checkpointing": "take --activation_checkpointing full",
     "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
 }
 """Flags that people know from other programs, and their counterpart here."""
 USAGE = "%(prog)s --output_dir DIR [--config FILE.yaml] [--flag [VALUE] ...]"
-FIRST = (
-    *("model", "model_name_or_path", "data_dir", "train_file", "output_dir", "global_batch_size", "micro_batch_size"),
-    *("memory_budget_gib", "activation_checkpointing", "learning_rate", "num_epochs", "resume"),
-)
-"""The flags that most people need, in the order of ``--help``."""
-SELDOM = {
-    *("gradient_checkpointing", "sync_batchnorm", "batchnorm", "reduce_gradients", "full_determinism"),
-    *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "data_changed_ok"),
-    *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum"),
-    *("adam_epsilon", "early_stopping_threshold"),
-    "sequence_parallel",
-}
+SHOWN = ("first", None, "seldom")
 METAVARS = {string_to_bool: "yes|no", int: "N", float: "X"}
 """Of the values of a flag in ``--help``, by its type; the others are named after the flag."""
 
@@ -113,14 +103,6 @@ def named_flags(args: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def wants_traceback(args: Sequence[str]) -> bool:
-    """``--debug``, of a command line or its preset, also where it is they that cannot be read."""
-    with suppress(InputError, ArgumentTypeError):
-        wanted: bool = string_to_bool(named_flags(args).get("debug", "no") or "yes")
-        return wanted
-    return "--debug" in args
-
-
 def _underscored(word: str) -> str:
     name, is_joined, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{is_joined}{value}" if name.startswith("--") else word
@@ -145,20 +127,19 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
 
 
 class _RecipeParser(HfArgumentParser):
-    """An argument parser whose ``--help`` begins with ``FIRST`` and ends with ``SELDOM``; complaints are one line.
+    """An argument parser whose ``--help`` is ordered by the ``Rules`` of the flags; complaints are one line.
 
-    Between them is one group of flags a dataclass. A flag belongs to the class that first declares it, whichever
-    subclass changes its default. A field without help is none.
+    Between the first and the last group is one for each dataclass. A flag belongs to the class that first declares it,
+    whichever subclass changes its default. A field without help is none.
     """
 
     def _add_dataclass_arguments(self, dtype: type) -> None:
         groups: dict[str, Any] = {}
         hints, by_name = get_type_hints(dtype), {one.name: one for one in fields(dtype) if one.init and one.metadata}
-        first = {name: "What to set first" for name in FIRST if name in by_name}
-        others = {name: _title(dtype, name) for name in by_name if name not in first and name not in SELDOM}
-        seldom = {name: "Seldom used" for name in by_name if name in SELDOM}
         self.set_defaults(**{one.name: one.default for one in fields(dtype) if one.init and not one.metadata})
-        for name, title in (first | others | seldom).items():
+        rules, titles = rules_of(dtype), {"first": "What to set first", "seldom": "Seldom used"}
+        for name in sorted(by_name, key=lambda name: SHOWN.index(rules[name].shown)):
+            title = titles.get(rules[name].shown or "") or _title(dtype, name)
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             by_name[name].type = hints[name]
@@ -166,7 +147,9 @@ class _RecipeParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser: ArgumentParser, field: Field[Any]) -> None:
-        HfArgumentParser._parse_dataclass_field(parser, field)
+        bare = copy(field)
+        bare.metadata = MappingProxyType({name: one for name, one in field.metadata.items() if name != RULES})
+        HfArgumentParser._parse_dataclass_field(parser, bare)
         if field.default is True:
             parser._option_string_actions[f"--no_{field.name}"].help = f"switch --{field.name} off"
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -39,7 +38,6 @@ from memsave_recipes.training.checkpoints import (  # noqa: E402
     state,
 )
 from memsave_recipes.training.checkpoints.shard_files import read_shards  # noqa: E402
-from memsave_recipes.training.checkpoints.state import RankState, Record  # noqa: E402
 
 ENDS_AFTER = 2
 _meetings = itertools.count()
@@ -55,7 +53,7 @@ def main(path: Path) -> None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = run.get("precision", "no")
         *ended, last = run["lives"]
         for life in ended:
-            with _ending_late() if "--async_save" in life else _ending(offloads="--offload_optimizer" in life):
+            with _ending(offloads="--offload_optimizer" in life):
                 _live(run, [*life, "--resume"])
         _live(run, [*last, *["--resume"] * bool(ended)])
 
@@ -134,29 +132,6 @@ def _ending(*, offloads: bool):
         patch.setattr(HostMasters, "send", ending_between_pieces(HostMasters.send))
         yield
         raise AssertionError(f"it did not come to step {ENDS_AFTER}")
-
-
-@contextmanager
-def _ending_late() -> Iterator[None]:
-    """The run inside ends after the step after ``ENDS_AFTER``, and what it saved there is written only then."""
-    after_step, write, goes_on = Checkpoints.after_step, RankState.write, threading.Event()
-
-    def written_late(self: RankState, folder: Path) -> list[Path]:
-        goes_on.wait()
-        return write(self, folder)
-
-    def ended(self: Checkpoints, step: int, state: Callable[[], Record]) -> None:
-        if step > ENDS_AFTER:
-            goes_on.set()
-            self.finish_writing()
-            raise Killed
-        after_step(self, step, state)
-
-    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
-        patch.setattr(Checkpoints, "after_step", ended)
-        patch.setattr(RankState, "write", written_late)
-        yield
-        raise AssertionError(f"it did not come to step {ENDS_AFTER + 1}")
 
 
 if __name__ == "__main__":

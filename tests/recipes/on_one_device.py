@@ -7,11 +7,9 @@ saved; and in a copy of a checkpoint.
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 from accelerate.state import AcceleratorState
-from cuda_standin.waits import waits
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "recipes")]
@@ -20,9 +18,7 @@ import image_classification  # noqa: E402
 import language_modeling  # noqa: E402
 import text_classification  # noqa: E402
 from lives import FLAGS  # noqa: E402
-from step_waits import by_line, waits_of_a_step  # noqa: E402
-
-from memsave_recipes.training.checkpoints.state import RankState  # noqa: E402
+from step_waits import waits_of_a_step  # noqa: E402
 
 DECODER = ["--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
 RUNS = [(recipe.__name__, recipe, []) for recipe in (image_classification, language_modeling, text_classification)]
@@ -33,9 +29,7 @@ RUNS += [
     ("stochastic rounding", language_modeling, ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
     ("adafactor", language_modeling, ["--optimizer", "adafactor"]),
 ]
-RUNS.append(
-    ("state on the host", language_modeling, ["--offload_optimizer", "state", "--async_save", "--save_every", "3"])
-)
+RUNS.append(("state on the host", language_modeling, ["--offload_optimizer", "state"]))
 BY_HOST = ["--offload_optimizer", "step"]
 STREAMED = [*BY_HOST, "--stream_weights", "host", "--activation_checkpointing", "full"]
 RUNS += [
@@ -61,15 +55,6 @@ found: dict[str, dict[str, int]] = {}
 
 
 def main(folder: Path, *which: str) -> None:
-    copied = RankState.copied
-
-    def copied_and_counted(*args):
-        before = Counter(waits)
-        state = copied(*args)
-        found["a copy of a checkpoint"] = by_line(waits - before)
-        return state
-
-    RankState.copied = copied_and_counted
     for name, recipe, flags in BY_OPTIMIZER if which else RUNS:
         AcceleratorState._reset_state(reset_partial_state=True)
         words = [*FLAGS[recipe.__name__], *FEW, *flags]

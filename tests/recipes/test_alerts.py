@@ -1,4 +1,4 @@
-"""People are told by their trackers of a run that ends early, finds no memory or skips steps."""
+"""People are told by their trackers of a run that ends early or finds no memory."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from memsave_recipes.run import report, run
+from memsave_recipes.run import run
 from memsave_recipes.training.batching import GlobalBatch
 
 RECIPE = "image_classification"
@@ -18,35 +18,28 @@ SHORT += ["--logging_steps", "1"]
 def alerts(monkeypatch):
     """Titles and texts."""
     sent = []
-    for module in (run, report):
-        monkeypatch.setattr(module, "alert", lambda _, title, text: sent.append((title, text)))
+    monkeypatch.setattr(run, "alert", lambda _, title, text: sent.append((title, text)))
     return sent
 
 
 @pytest.fixture
 def at_step(monkeypatch):
     """``at_step({0: change})`` calls ``change(loss)`` in the backward of some steps, from 0."""
-    backward = GlobalBatch.backward
+    share_of = GlobalBatch.share_of
 
     def arm(changes):
         def changed(self, loss_sum):
-            backward(self, changes.get(self.step, lambda loss: loss)(loss_sum))
+            return share_of(self, changes.get(self.step, lambda loss: loss)(loss_sum))
 
-        monkeypatch.setattr(GlobalBatch, "backward", changed)
+        monkeypatch.setattr(GlobalBatch, "share_of", changed)
 
     return arm
 
 
-def not_a_number(loss):
-    return loss * float("nan")
-
-
-def test_skipped_steps_and_the_one_that_is_too_many(ending, at_step, alerts):
-    at_step({0: not_a_number, 2: not_a_number})
-    _, line = ending(*SHORT, "--skip_nonfinite", "1")
-    skip, end = alerts
-    assert skip == ("skipped steps", "1 of at most 1 up to step 1: not finite")
-    assert end == ("the run has ended early", line.removeprefix("error: "))
+def test_a_step_that_is_not_finite(ending, at_step, alerts):
+    at_step({0: lambda loss: loss * float("nan")})
+    _, line = ending(*SHORT)
+    assert alerts == [("the run has ended early", line.removeprefix("error: "))]
 
 
 def test_a_run_that_finds_no_memory(recipe, at_step, alerts, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from lives import FLAGS, OF_TEXT, TINY_VIT, assert_the_same_bits, assert_the_same_weights, share_of, with_context
 from samples import sample
 
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, rules_of
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import RecipeArguments
@@ -75,7 +75,7 @@ SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_
             [*BITS[1:], "2", "--activation_checkpointing", "budget", *BUDGET],
             "take budget:bitwise",
         ),
-        ([*BITS[1:], "2", "--sync_batchnorm"], "--sync_batchnorm normalises over the ranks"),
+        ([*BITS[1:], "2", "--batchnorm", "sync"], "--batchnorm sync normalises over the ranks"),
         ([*BITS[1:], "14", "--optimizer_in_backward", "--max_grad_norm", "0"], "--bitwise_topology adds up all"),
         (
             [*BITS[1:], "2", "--batchnorm", "global", "--activation_checkpointing", "budget", *BUDGET],
@@ -152,6 +152,9 @@ def test_in_lockstep_a_plan_for_a_budget_fits_and_has_the_bits_of_plain(train, r
     assert "micro_batch_size, or auto" not in line
 
 
+RULES = rules_of(RecipeArguments)
+
+
 def flags(**changed):
     given = {"output_dir": "run", "bitwise_topology": True, "micro_batch_size": 4, "report_to": ["none"]}
     return vars(RecipeArguments(**given | changed))
@@ -159,15 +162,15 @@ def flags(**changed):
 
 def test_resume_takes_no_other_micro_batch():
     saved = {**flags(), "geometry": {"micro_batch_size": 4, "num_processes": 2}}
-    assert check_same_flags(saved, flags()) == []
-    assert check_same_flags(saved, flags(micro_batch_size="auto", memory_budget_gib=1)) == []
+    assert check_same_flags(saved, flags(), RULES) == []
+    assert check_same_flags(saved, flags(micro_batch_size="auto", memory_budget_gib=1), RULES) == []
     with pytest.raises(InputError, match="--micro_batch_size was 4 and is 2, on which the bits"):
-        check_same_flags(saved, flags(micro_batch_size=2))
+        check_same_flags(saved, flags(micro_batch_size=2), RULES)
     with pytest.raises(InputError, match="--bitwise_topology was True and is False"):
-        check_same_flags(saved, flags(bitwise_topology=False))
+        check_same_flags(saved, flags(bitwise_topology=False), RULES)
     earlier_version = {key: value for key, value in saved.items() if key != "bitwise_topology"}
     with pytest.raises(InputError, match="--bitwise_topology was False and is True"):
-        check_same_flags(earlier_version, flags())
+        check_same_flags(earlier_version, flags(), RULES)
 
 
 @pytest.mark.parametrize(

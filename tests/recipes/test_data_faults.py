@@ -36,10 +36,6 @@ def broken_image(folder):
     return ["--data_dir", str(folder / "pets")]
 
 
-def too_few_images(folder):
-    return ["--data_dir", str(image_folder(folder)), "--drop_last"]
-
-
 def documents(number, *flags):
     def make(folder):
         (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(number)))
@@ -63,9 +59,6 @@ FAULTS = {
     "a broken image": (IMAGES, broken_image, "1 of 5 images cannot be read: val/dog/e.jpg ("),
     "no documents": (TEXT, documents(0), "text.jsonl has no text"),
     "a label that is none of the classes": (LABELLED, labelled(9, asked="perhaps"), "row 1 has the label perhaps"),
-    "fewer images than a batch": (IMAGES, too_few_images, "the data set has 3 samples, fewer than"),
-    "fewer rows than a batch": (TEXT, documents(2, "--drop_last"), "the data set has 1 samples, fewer than"),
-    "fewer texts than a batch": (LABELLED, labelled(2, "--drop_last"), "the data set has 2 samples, fewer than"),
 }
 
 

@@ -2,10 +2,8 @@
 
 import os
 import resource
-import sys
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import pytest
 from ends_of_ranks import ends_of
@@ -91,32 +89,6 @@ def test_a_mistake_leaves_the_folder_that_was_there(refuse, tmp_path):
     (tmp_path / "a").mkdir()
     refuse(*SHORT, "--activation_checkpointing", "segments:99", output="a/b/run")
     assert [path.name for path in tmp_path.rglob("*")] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("words", "is_wanted"),
-    [
-        (["--debug"], True),
-        (["--debug", "true"], True),
-        (["--debug=yes"], True),
-        (["--debug", "--seed", "1"], True),
-        (["--debug", "no"], False),
-        (["--config", "debug.yaml"], True),
-        (["--config", "debug.yaml", "--debug", "false"], False),
-        (["--config", "absent.yaml", "--debug"], True),
-        ([], False),
-    ],
-)
-def test_debug_adds_the_traceback(train, monkeypatch, tmp_path, capsys, words, is_wanted):
-    monkeypatch.chdir(tmp_path)
-    Path("debug.yaml").write_text("debug: true\n")
-    words = ["--learning_rate", "-0.1", *words]
-    monkeypatch.setattr(sys, "argv", ["recipe", *words])
-    with pytest.raises(SystemExit, match="2"):
-        run_recipe(lambda: train(*SHORT, *words))
-    told = capsys.readouterr().err
-    assert ("Traceback (most recent call last)" in told) == is_wanted
-    assert told.splitlines()[-1].startswith("error: ")
 
 
 def without_memory_on_rank_1(accelerator, *, words):

@@ -185,9 +185,8 @@ def test_the_checkpoint_of_the_end_stays_where_checkpoints_were_asked_for(train,
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-10", "step-8"]
 
 
-@pytest.mark.parametrize("more", [[], ["--async_save"]])
 @pytest.mark.parametrize("recipe", ["image_classification"], indirect=True)
-def test_a_checkpoint_whose_folder_vanishes_is_one_line(recipe, ending, train, tmp_path, monkeypatch, more):
+def test_a_checkpoint_whose_folder_vanishes_is_one_line(recipe, ending, train, tmp_path, monkeypatch):
     """As a cleaner of old files removes it; the checkpoint before is whole, and the run goes on from it."""
     write = RankState.write
 
@@ -198,7 +197,7 @@ def test_a_checkpoint_whose_folder_vanishes_is_one_line(recipe, ending, train, t
 
     with monkeypatch.context() as patch:
         patch.setattr(RankState, "write", into_nothing)
-        code, line = ending(*IMAGES, "--save_every", "2", *more)
+        code, line = ending(*IMAGES, "--save_every", "2")
     assert code == 2
     assert "step-4 cannot be written or deleted, a file or folder of it is gone" in line
     train(*IMAGES, "--save_every", "2", output="straight")

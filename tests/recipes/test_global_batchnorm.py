@@ -46,7 +46,6 @@ REFUSED = {
     "no BatchNorm": (["--model", "vgg_small"], "--batchnorm global: VGG has no BatchNorm layers"),
     "auto": (["--micro_batch_size", "auto"], "--batchnorm global needs a --micro_batch_size that is a number"),
     "compiled": (["--activation_checkpointing", "compiled"], "--batchnorm global cannot be compiled"),
-    "twice": (["--sync_batchnorm"], "--batchnorm global joins the ranks, too: leave out --sync_batchnorm"),
     "nothing recomputes": (
         ["--micro_batch_size", "4", "--activation_checkpointing", "selective"],
         "--activation_checkpointing selective recomputes no block, so none can run in micro-batches",

@@ -135,7 +135,7 @@ BAD_FLAGS = {
     "two models": (["--model", "vgg16", "--model_type", "vit"], "--model_type"),
     "unknown strategy": (["--model", "vgg_small", "--activation_checkpointing", "segment:2"], "segment:2"),
     "bottleneck of a VGG": (["--model", "vgg_small", "--activation_checkpointing", "bottleneck"], "VGG has no blocks"),
-    "sync_batchnorm on a CPU": (["--model", "vgg_small", "--sync_batchnorm"], "--sync_batchnorm"),
+    "sync_batchnorm on a CPU": (["--model", "vgg_small", "--batchnorm", "sync"], "--batchnorm sync"),
     "unknown model type": (["--model_type", "vitt"], "vitt"),
     "no such folder": (["--model", "vgg_small", "--data_dir", "absent"], "absent"),
     "size of 0": (["--model", "vgg_small", "--image_size", "0"], "--image_size 0"),

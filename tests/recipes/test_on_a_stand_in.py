@@ -120,13 +120,11 @@ WAITS = {
     "muon": {},
     "stochastic rounding": {},
     "adafactor": {
-        "item: training/optimizers.py should_step": 1,
         "item: recipes/language_modeling.py train <- optim/_adafactor.py _single_tensor_adafactor": 2
         * 28,  # parameters
     },
     "state on the host": {},
     **{name: {GRADIENTS: 2, f"{ADDED}_add": 28} for name in ("step on the host", "weights on the host")},
-    "a copy of a checkpoint": {"synchronize stream: core/host/state.py copies_on_host": 1},
 }
 
 

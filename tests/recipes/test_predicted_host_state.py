@@ -32,7 +32,7 @@ MODELS = {
 }
 OPTIMIZERS = {
     "adamw": [],
-    "sgd": ["--optimizer", "sgd", "--momentum", "0.9"],
+    "sgd": ["--optimizer", "sgd"],
     "muon": ["--optimizer", "muon"],
     "bf16": ["--dtype", "bfloat16", "--bf16_stochastic_round"],
     "adafactor": ["--optimizer", "adafactor"],

@@ -22,7 +22,7 @@ RECIPE = "language_modeling"
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    steps = ["--max_steps", "4", "--eval_steps", "2", "--save_every", "2", "--keep_checkpoints", "5"]
+    steps = ["--max_steps", "4", "--eval_steps", "2", "--save_every", "2"]
     return [*flags_of_data(tmp_path_factory.mktemp("data")), *steps, "--report_to", "none"]
 
 

@@ -25,7 +25,6 @@ RECOMPUTED = ["--activation_checkpointing", "full"]
 ACCUMULATED = ["--micro_batch_size", "2"]
 BFLOAT16 = ["--dtype", "bfloat16", "--bf16_stochastic_round"]
 SAVED = ["--save_every", "2"]
-BESIDE = ["--async_save"]
 ONCE = ["--reduce_gradients", "step"]
 
 
@@ -59,7 +58,6 @@ ON_ONE_DEVICE = {
     "Llama, accumulated, bf16": Case([*LLAMA, *ACCUMULATED], precision="bf16"),
     "DenseNet, SGD": Case([*DENSENET, "--optimizer", "sgd"], IMAGES),
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
-    "masters, written beside the training": Case([*GPT2, "--dtype", "bfloat16", *STEP], lives=(BESIDE, [])),
     "Llama, recomputed, weights": Case([*LLAMA, *RECOMPUTED], lives=(STREAMED, STREAMED)),
 }
 MORE_ON_ONE_DEVICE = {
@@ -75,7 +73,6 @@ MORE_ON_ONE_DEVICE = {
     "in the backward": Case([*GPT2, *IN_BACKWARD], lives=KILLED),
     "an average": Case([*GPT2, "--ema_decay", "0.9"], lives=KILLED),
     "the same bits anywhere": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"]),
-    "steps that may be left out": Case([*GPT2, "--skip_nonfinite", "2"]),
     "streamed LoRA": Case([*LLAMA, "--lora", "--lora_rank", "8", "--stream_weights", "host"]),
     "step in the backward, bf16": Case([*GPT2, *IN_BACKWARD], precision="bf16", lives=(STEP, STEP)),
     "weights, step in the backward": Case([*LLAMA, *RECOMPUTED, *IN_BACKWARD], lives=(STREAMED, STREAMED)),
@@ -95,7 +92,6 @@ MORE_ON_ONE_DEVICE = {
     "LoRA, weights": Case([*LLAMA, *RECOMPUTED, "--lora"], lives=(STREAMED, STREAMED)),
     "weights later": Case([*GPT2, *RECOMPUTED], lives=([], STREAMED)),
     "without first": Case(GPT2, lives=([], STATE)),
-    "written beside the training": Case([*LLAMA, "--ema_decay", "0.9"], lives=([*STATE, *BESIDE], STATE)),
     "without later": Case([*GPT2, "--optimizer", "muon"], lives=(STATE, [])),
 }
 ON_TWO_DEVICES = {
@@ -106,7 +102,6 @@ ON_TWO_DEVICES = {
     "Llama, accumulated, step": Case([*LLAMA, *ACCUMULATED], lives=(STEP, STEP)),
     "the same bits anywhere, step": Case([*GPT2, *ACCUMULATED, "--bitwise_topology"], lives=(STEP, STEP)),
     "GPT-2, accumulated": Case([*GPT2, *ACCUMULATED], lives=KILLED),
-    "written beside the training": Case(GPT2, lives=([*STATE, *BESIDE], STATE)),
     "ViT, fp16": Case(VIT, IMAGES, precision="fp16"),
     "DenseNet": Case(DENSENET, IMAGES),
     "the same bits anywhere": Case([*LLAMA, *ACCUMULATED, "--bitwise_topology"], precision="bf16"),
@@ -118,7 +113,6 @@ IN_SHARDS = {
 MORE_IN_SHARDS = {
     "without first": Case([*LLAMA, *ACCUMULATED], precision="bf16", lives=([], STATE)),
     "without later": Case([*GPT2, "--optimizer", "sgd"], lives=(STATE, [])),
-    "written beside the training": Case(GPT2, lives=([*STATE, *BESIDE], STATE)),
     "Muon": Case([*LLAMA, "--optimizer", "muon"], lives=KILLED),
     "stochastic rounding": Case([*LLAMA, *BFLOAT16]),
     "ViT, bf16": Case(VIT, IMAGES, precision="bf16"),
@@ -126,7 +120,6 @@ MORE_IN_SHARDS = {
     "Llama, 4 micro-batches, bf16, step": Case(
         [*LLAMA, "--micro_batch_size", "1"], precision="bf16", lives=(STEP, STEP)
     ),
-    "steps that may be left out, step": Case([*GPT2, "--skip_nonfinite", "2"], lives=(STEP,)),
     "reduced once, an average, step": Case([*GPT2, *ACCUMULATED, *ONCE, "--ema_decay", "0.9"], lives=(STEP, STEP)),
     "SGD, step later": Case([*GPT2, "--optimizer", "sgd"], lives=([], STEP)),
     "step first": Case(LLAMA, lives=(STEP, [])),

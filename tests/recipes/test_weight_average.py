@@ -8,18 +8,18 @@ from lives import FLAGS, IMAGES, assert_the_same_run, assert_the_same_weights, r
 from safetensors.torch import load_file
 from samples import sample
 
-from memsave_recipes.training.batching import GlobalBatch
-from memsave_recipes.training.weight_average import WeightAverage
+from memsave_recipes.training.checkpoints import saver
 
 RECIPE = "image_classification"
 AVERAGED = ["--ema_decay", "0.75", "--learning_rate", "0.01"]
 CNN = ["--model", "vgg_small_bn", "--global_batch_size", "8", "--max_steps", "6", "--eval_steps", "3"]
 
 
-def test_final_is_the_average_of_the_steps(train, tmp_path):
+def test_final_is_the_average_of_the_steps(train, tmp_path, monkeypatch):
     """Training is that without an average, whose weights are in the checkpoints."""
+    monkeypatch.setattr(saver, "KEPT", 9)
     flags = [*CNN, "--learning_rate", "0.01", "--max_steps", "4"]
-    train(*flags, "--save_every", "1", "--keep_checkpoints", "9", output="plain")
+    train(*flags, "--save_every", "1", output="plain")
     results = train(*flags, "--ema_decay", "0.75")
     steps = [load_file(tmp_path / f"plain/checkpoints/step-{step}/model-0.safetensors") for step in range(1, 5)]
     final = load_file(tmp_path / "run/final/model.safetensors")
@@ -68,12 +68,11 @@ def test_two_ranks_evaluate_and_save_it(train, train_on_ranks, tmp_path, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--async_save"]])
-def test_shards_of_it_go_on(train_on_ranks, tmp_path, more):
+def test_shards_of_it_go_on(train_on_ranks, tmp_path):
     flags = [*IMAGES, *AVERAGED, "--shard", "full", "--lr_scheduler_type", "constant", "--save_every", "2"]
     train_on_ranks(2, *flags, output="straight")
-    train_on_ranks(2, *flags, *more, "--max_steps", "4")
-    train_on_ranks(2, *flags, *more, "--resume")
+    train_on_ranks(2, *flags, "--max_steps", "4")
+    train_on_ranks(2, *flags, "--resume")
     assert_the_same_weights(tmp_path / "run/final", tmp_path / "straight/final")
 
 
@@ -87,19 +86,6 @@ def test_its_bytes_are_predicted(recipe, train):
         assert 0 <= results["memory"]["prediction_error_pct"] < 5
     gain = 1024**3 * (with_it["memory"]["peak_allocated_gib"] - without["memory"]["peak_allocated_gib"])
     assert gain == pytest.approx(4 * with_it["num_parameters"], rel=0.01)
-
-
-def test_a_step_that_is_left_out_does_not_move_it(train, monkeypatch):
-    """A loss that is not finite in step 3 of 4: the average is that of three steps."""
-    updates, backward = [], GlobalBatch.backward
-
-    def poisoned(batch, loss_sum):
-        backward(batch, loss_sum * float("nan") if batch.step == 2 else loss_sum)
-
-    monkeypatch.setattr(WeightAverage, "update", lambda average: updates.append(average))
-    monkeypatch.setattr(GlobalBatch, "backward", poisoned)
-    train(*IMAGES, *AVERAGED, "--max_steps", "4", "--skip_nonfinite", "1")
-    assert len(updates) == 3
 
 
 def test_it_is_not_for_weights_in_bfloat16(refuse):

@@ -18,6 +18,8 @@ from lives import (
 from safetensors.torch import load_file
 from samples import sample
 
+from memsave_recipes.training.checkpoints import saver
+
 RECIPE = "image_classification"
 DENSENET = ["--model", "densenet_small", "--global_batch_size", "16", *LENGTH]
 NO_DROPOUT = f"{TINY_BERT},{WORDS},hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
@@ -59,9 +61,10 @@ def test_killed_and_resumed(train, kill_after, tmp_path, model, part):
 
 
 @pytest.mark.parametrize(("model", "part"), sample([("vit", "lora")], CASES))
-def test_final_is_the_average_of_what_trained(train, tmp_path, model, part):
+def test_final_is_the_average_of_what_trained(train, tmp_path, monkeypatch, model, part):
+    monkeypatch.setattr(saver, "KEPT", 9)
     flags = flags_of(model, part, *FAST, "--max_steps", "4", "--lr_scheduler_type", "constant")
-    train(*flags, "--save_every", "1", "--keep_checkpoints", "9", output="plain")
+    train(*flags, "--save_every", "1", output="plain")
     trained = train(*flags, "--ema_decay", "0.75")["num_trained_parameters"]
     steps = [load_file(tmp_path / f"plain/checkpoints/step-{step}/model-0.safetensors") for step in range(1, 5)]
     average = {name: tensor.clone() for name, tensor in steps[0].items() if tensor.is_floating_point()}

@@ -35,7 +35,6 @@ FLAGS = {
     "lora": False,
     "lora_rank": 4,
     "dtype": "float32",
-    "memory_snapshot": None,
 }
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, Rules, rules_of
 from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RecipeArguments, RunArguments
-from memsave_recipes.training.parsing import FIRST, SELDOM, parse_arguments, underscored
+from memsave_recipes.training.parsing import parse_arguments, underscored
 
 
 def parse(*args):
@@ -34,12 +34,11 @@ def parse(*args):
         ["--learning_rate", "-1"],
         ["--learning_rate", "inf"],
         ["--weight_decay", "nan"],
-        ["--momentum", "1"],
         ["--warmup_steps", "-1"],
         ["--max_grad_norm", "nan"],
         ["--optimizer", "adam"],
         ["--lr_scheduler_type", "lin"],
-        ["--gradient_checkpointing", "--activation_checkpointing", "segments:2"],
+        ["--gradient_checkpointing"],
         ["--verify", "waarn"],
         ["--eval_only", "--verify"],
         ["--eval_only", "--activation_checkpointing", "full"],
@@ -51,13 +50,9 @@ def parse(*args):
         ["--compile", "--activation_checkpointing", "plan.json"],
         ["--compile", "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"],
         ["--torch_compile"],
-        ["--save_every", "0"],
-        ["--save_every_minutes", "-1"],
-        ["--save_every_minutes", "inf"],
-        ["--keep_checkpoints", "0"],
-        ["--collective_timeout_minutes", "0"],
-        ["--collective_timeout_minutes", "inf"],
-        ["--skip_nonfinite", "-1"],
+        ["--save_every", "-1"],
+        ["--save_every", "1.5min"],
+        ["--save_every", "soon"],
         ["--max_step", "3"],
         ["--max_steps", "2147483648"],
         ["--micro_batch_size", "9" * 5000],
@@ -76,21 +71,19 @@ def parse(*args):
 def test_bad_flags(flags):
     with pytest.raises(InputError) as refusal:
         parse(*flags)
-    assert any(word in str(refusal.value) for word in (flags[0].rstrip("=-"), "gradient_checkpointing"))
+    assert flags[0].rstrip("=-") in str(refusal.value)
     assert "\n" not in refusal.value.one_line
 
 
-def test_defaults_and_the_alias():
-    run, *_ = parse()
-    assert run.activation_checkpointing == "none"
-    assert parse("--gradient_checkpointing")[0].activation_checkpointing == "full"
+def test_defaults():
+    assert parse()[0].activation_checkpointing == "none"
 
 
 @pytest.mark.parametrize(
     ("flags", "strategy"),
     [
         ([], "compiled:1"),
-        (["yes", "--gradient_checkpointing"], "compiled:0"),
+        (["yes", "--activation_checkpointing", "full"], "compiled:0"),
         (["regions", "--activation_checkpointing", "full"], "compiled:0"),
         (["--activation_checkpointing", "selective"], "compiled"),
         (["--activation_checkpointing", "compiled:0.5"], "compiled:0.5"),
@@ -108,7 +101,7 @@ def test_compile_is_another_word_for_a_strategy(flags, strategy):
     ("flags", "left"),
     [
         ([], "auto"),
-        (["--gradient_checkpointing"], "auto"),
+        (["--activation_checkpointing", "full"], "auto"),
         (["--activation_checkpointing", "every:2"], "none"),
         (["--activation_checkpointing", "budget", "--memory_budget_gib", "1"], "none"),
         (["--bitwise_topology", "--micro_batch_size", "2"], "none"),
@@ -129,15 +122,18 @@ def help_of(capsys):
 
 
 def test_the_help_begins_with_what_most_need_and_has_a_group_for_each_dataclass(capsys):
+    rules = rules_of(RecipeArguments)
     _, _, first, trackers, run, optimizer, checkpoints, seldom = help_of(capsys).split("\n\n")
     assert first.startswith("What to set first:\n  --output_dir ")
-    assert re.findall(r"^  --(\w+)", first, re.MULTILINE) == [name for name in FIRST if f"--{name} " in first]
+    assert re.findall(r"^  --(\w+)", first, re.MULTILINE) == [
+        name for name, rule in rules.items() if rule.shown == "first"
+    ]
     assert trackers.startswith("Trackers, and the names of the run in them:\n  --report_to ")
     assert run.startswith("The folder, global batch, memory plan and length of a run:\n  --overwrite ")
     assert optimizer.startswith("The optimizer, its schedule and clipping:\n  --optimizer ")
-    assert "--save_every N " in checkpoints
+    assert "--save_every SAVE_EVERY" in checkpoints
     assert seldom.startswith("Seldom used:\n  --project ")
-    assert {name.removeprefix("no_") for name in re.findall(r"^  --(\w+)", seldom, re.MULTILINE)} <= SELDOM
+    assert {rules[name].shown for name in re.findall(r"^  --(\w+)", seldom, re.MULTILINE)} == {"seldom"}
 
 
 def test_the_help_shows_each_flag_once_and_both_spellings_are_taken(capsys):
@@ -145,6 +141,20 @@ def test_the_help_shows_each_flag_once_and_both_spellings_are_taken(capsys):
     assert "  --output_dir " in text
     assert "--output-dir" not in text
     assert parse("--max-steps", "7")[0].max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("rules", "taken", "refused"),
+    [
+        (Rules(), [-1, 1e300], []),
+        (Rules(least=1), [1, 2], [0, float("nan")]),
+        (Rules(within="[0, 1)"), [0, 0.5], [1, -0.1, float("nan")]),
+        (Rules(within="(0, 1e6]"), [1e6, 1e-9], [0, 1e7, float("inf")]),
+    ],
+)
+def test_the_numbers_that_rules_take(rules, taken, refused):
+    assert all(map(rules.takes, taken))
+    assert not any(map(rules.takes, refused))
 
 
 @dataclass
@@ -211,6 +221,29 @@ def test_a_mistyped_flag_gets_the_nearest():
 def test_verify_has_an_optional_value(words, mode):
     assert parse(*words)[0].verify == mode
     assert parse(*words, "--seed", "3")[0].verify == mode
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "minutes"),
+    [([], None, 30), (["500"], 500, None), (["5min"], None, 5), (["0"], None, None), (["0min"], None, None)],
+)
+def test_checkpoints_are_saved_after_steps_or_minutes(words, steps, minutes):
+    *_, saving = parse(*(["--save_every", *words] if words else []))
+    assert (saving.save_every_steps, saving.save_every_minutes) == (steps, minutes)
+
+
+@pytest.mark.parametrize(
+    ("words", "metric"),
+    [
+        ([], None),
+        (["--save_best"], "loss"),
+        (["--save_best", "yes"], "loss"),
+        (["--save_best", "no"], None),
+        (["--save_best", "eval_accuracy"], "accuracy"),
+    ],
+)
+def test_the_best_is_by_the_loss_or_another_metric(words, metric):
+    assert parse(*words)[-1].save_best == metric
 
 
 @pytest.mark.parametrize(("text", "mode"), [("true", "stop"), ("warn", "warn"), ("off", "off"), ("stop", "stop")])

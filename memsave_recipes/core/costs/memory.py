@@ -67,9 +67,6 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(sum(label.storages.values()) for label in persistent_tensors(model, optimizer))
 
 
-HISTORY_ENTRIES = 1_000_000  # allocations and releases that are remembered, several hundred bytes each
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
     """Bytes on one device: peaks of the allocator since the last reset, and what the driver has in use now.
@@ -153,16 +150,10 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def record_history() -> None:
-    """Let the CUDA allocator record allocations and releases from now on, with the stack of each."""
-    torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-
-
 def write_snapshot(path: Path) -> None:
-    """Write the blocks and the history of the CUDA allocator, for https://pytorch.org/memory_viz; stop recording."""
+    """Write the blocks of the CUDA allocator, for https://pytorch.org/memory_viz."""
     path.parent.mkdir(parents=True, exist_ok=True)  # other machines have no run folder
     torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class SavedTensors:

@@ -103,21 +103,17 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
 
 
 @torch.no_grad()
-def copies_on_host(tensors: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy ``tensors``, by name, and wait for their devices once.
-
-    Args:
-        kept: memory of earlier copies, by name; that of new ones, pinned for devices, is added.
-    """
+def copies_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy ``tensors``, by name, for devices into pinned memory, and wait for these once."""
     devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in HOST_MEMORY}
     memory = PinnedMemory(partial(torch.empty, dtype=torch.uint8, pin_memory=bool(devices)))
+    copies = {}
     for name, tensor in tensors.items():
-        if name not in kept:
-            kept[name] = memory.empty_like(torch.empty_like(tensor, device="meta"))  # which is dense
-        kept[name].copy_(tensor, non_blocking=bool(devices))
+        copies[name] = memory.empty_like(torch.empty_like(tensor, device="meta"))  # which is dense
+        copies[name].copy_(tensor, non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
-    return {name: kept[name] for name in tensors}
+    return copies
 
 
 @dataclass(eq=False)

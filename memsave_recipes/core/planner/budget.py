@@ -43,7 +43,6 @@ from memsave_recipes.core.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.core.step.memory import (
     averaged_tensors,
     clipping_bytes,
-    copies_bytes,
     losses_bytes,
     optimizer_memory,
     trained_parameters,
@@ -99,7 +98,6 @@ class StaticMemory:
         updates_in_backward: whether it does so beside the backward.
         device_updated_bytes: that the device reads and writes to clip the gradients and to step.
         adding_bytes: likewise to add the gradients of a further micro-batch.
-        copies_bytes: of the host, for copies of checkpoints.
     """
 
     state_bytes: int = 0
@@ -119,7 +117,6 @@ class StaticMemory:
     updates_in_backward: bool = False
     device_updated_bytes: int = 0
     adding_bytes: int = 0
-    copies_bytes: int = 0
 
     @property
     def communication_bytes(self) -> int:
@@ -146,7 +143,7 @@ class StaticMemory:
             resident_bytes=chain.resident_bytes - self.remote_bytes + self.added_bytes,
             gradients_resident=self.gradients_resident or not (self.gradients_stay or leave),
             optimizer_bytes=self.optimizer_bytes,
-            host_bytes=chain.host_bytes + self.host_bytes + self.copies_bytes,
+            host_bytes=chain.host_bytes + self.host_bytes,
         )
 
     def _leaving(self, blocks: Sequence[BlockCosts]) -> tuple[BlockCosts, ...]:
@@ -213,7 +210,6 @@ def static_memory_of(
         updates_in_backward=optim.optimizer_in_backward,
         device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes + averaged),
         adding_bytes=0 if gradients_leave(optim, device_type) else 3 * gradients,
-        copies_bytes=copies_bytes(optim, model, num_ranks=num_shards) if optim.async_save and not on_cpu else 0,
     )
     if num_shards is None:
         return _with_gradients(static, optim, layout, trained, on_host, device_type)

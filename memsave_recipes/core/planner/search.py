@@ -470,11 +470,11 @@ class HostUse:
 
     @classmethod
     def of(cls, candidate: Candidate) -> "HostUse":
-        """Return that of a candidate: of its plan, its optimizer, copies of checkpoints."""
+        """Return that of a candidate: of its plan and its optimizer."""
         static, there = candidate.static, candidate.host_budget_bytes
         found = cls([], 0, there, [])
-        if static.host_bytes or static.copies_bytes:
-            found = cls.beside_plans(static.host_bytes, static.copies_bytes, there)
+        if static.host_bytes:
+            found = cls.beside_plans(static.host_bytes, there)
         flags, ways = found.flags, found.ways
         if candidate.forecast.plan.offloads or not flags:
             flags = [f"--activation_checkpointing {candidate.strategy}", *flags]
@@ -482,14 +482,10 @@ class HostUse:
         return cls(flags, candidate.host_bytes, there, ways)
 
     @classmethod
-    def beside_plans(cls, optimizer_bytes: int, copies_bytes: int, there: int | None) -> "HostUse":
-        """Return that of an optimizer and of copies of checkpoints."""
-        flags, ways = [], []
-        if optimizer_bytes or not copies_bytes:
-            flags, ways = ["--offload_optimizer"], ["--offload_optimizer none", "an optimizer with less state"]
-        if copies_bytes:
-            flags, ways = [*flags, "--async_save"], [*ways, "no --async_save"]
-        return cls(flags, optimizer_bytes + copies_bytes, there, ways)
+    def beside_plans(cls, optimizer_bytes: int, there: int | None) -> "HostUse":
+        """Return that of an optimizer."""
+        ways = ["--offload_optimizer none", "an optimizer with less state"]
+        return cls(["--offload_optimizer"], optimizer_bytes, there, ways)
 
     @property
     def too_small(self) -> InputError:

@@ -236,8 +236,8 @@ class SampleOrder:
             raise InputError("the data set is empty: check the split and the filter that made it")
         if not self.steps_per_epoch:
             raise InputError(
-                f"--drop_last leaves nothing: the data set has {self.num_samples} samples, fewer than "
-                f"--global_batch_size {self.global_batch_size}: lower that, or leave --drop_last out"
+                f"drop_last leaves nothing: the data set has {self.num_samples} samples, fewer than "
+                f"--global_batch_size {self.global_batch_size}: lower that, or leave drop_last out"
             )
 
     @property
@@ -256,7 +256,7 @@ class SampleOrder:
         """One line on the samples that ``drop_last`` leaves out, if any."""
         if not self.num_dropped:
             return None
-        return f"note: --drop_last leaves {self.num_dropped} of {self.num_samples} samples out of every epoch"
+        return f"note: drop_last leaves {self.num_dropped} of {self.num_samples} samples out of every epoch"
 
     def epoch(self, step: int) -> int:
         """The epoch that ``step`` belongs to, from 0."""

@@ -71,10 +71,10 @@ def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[
 def decay_groups(optim: OptimizerSettings, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """``parameters`` in groups for an optimizer: those that decay, then those that do not.
 
-    Norms and biases do not decay, by the rule of transformers' ``Trainer``, and no vector does, as in nanoGPT. With
-    ``--decay_all``, or without weight decay, there is one group.
+    Norms and biases do not decay, by the rule of transformers' ``Trainer``, and no vector does, as in nanoGPT.
+    Without weight decay there is one group.
     """
-    if optim.decay_all or not optim.weight_decay:
+    if not optim.weight_decay:
         return [{"params": parameters}]
     in_norms = {one for norm in model.modules() if isinstance(norm, nn.LayerNorm) for one in norm.parameters()}
     decayed = {
@@ -214,28 +214,6 @@ def _updated_bytes(optim: OptimizerSettings, name: str, weight: nn.Parameter, nu
     is_cast = weight.element_size() < NUMBER_BYTES and not optim.bf16_stochastic_round
     cast_bytes = NUMBER_BYTES + weight.element_size() if is_cast else 0
     return part_numel(weight, num_ranks or 1) * (touched * NUMBER_BYTES + cast_bytes)
-
-
-def copies_bytes(optim: OptimizerSettings, model: nn.Module, *, num_ranks: int | None = None) -> int:
-    """The memory of the host for what ``--async_save`` copies, in shards that of the first rank.
-
-    That is what trains, buffers, state with its counters, masters in another dtype than their weights, and an average.
-    """
-    found = model.state_dict(keep_vars=True).values()
-    tensors = list({id(one): one for one in found if one.requires_grad or not isinstance(one, nn.Parameter)}.values())
-    if optim.ema_decay is not None:
-        tensors += averaged_tensors(model).values()
-    sizes = [part_numel(one, (num_ranks or 1) if one.requires_grad else 1) * one.element_size() for one in tensors]
-    for name, share in parameters_by_optimizer(optim.update_rule, model).items():
-        stepped: list[Tensor] = [*share]
-        if optim.offload_optimizer == "step" and not optim.bf16_stochastic_round:
-            dtypes = [torch.promote_types(one.dtype, torch.float32) for one in share]
-            stepped = [torch.empty(one.shape, dtype=of, device="meta") for one, of in zip(share, dtypes, strict=True)]
-            wide = [master for master, one in zip(stepped, share, strict=True) if master.dtype != one.dtype]
-            sizes += [part_numel(master, num_ranks or 1) * master.element_size() for master in wide]
-        sizes += _state_sizes(name, stepped, optim.momentum, num_ranks)
-        sizes += [counters_bytes(name, 1, on_cpu=True)] * len(share)
-    return pinned_bytes(sizes)
 
 
 def _stepped_together(

@@ -128,21 +128,18 @@ class OptimizerSettings:
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
         offload_optimizer: ``none``, ``state`` waits on the host (``core/host/state.py``), or ``step``
             (``core/host/step.py``).
-        weight_decay, decay_all: of matrices, or of all parameters.
+        weight_decay: of matrices.
         momentum: of ``sgd``.
         ema_decay: of the average of the weights; ``None``: there is none.
-        async_save: whether checkpoints are copied to the host.
     """
 
     optimizer: str
     bf16_stochastic_round: bool
     optimizer_in_backward: bool
     weight_decay: float
-    decay_all: bool
     momentum: float
     ema_decay: float | None = None
     offload_optimizer: str = NONE
-    async_save: bool = False
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
@@ -156,14 +153,11 @@ class OptimizerSettings:
         return self.optimizer != "adafactor"
 
 
-def why_not_in_backward(
-    layout: BatchLayout, mixed_precision: str, *, clips: bool, skip_nonfinite: int = 0
-) -> str | None:
+def why_not_in_backward(layout: BatchLayout, mixed_precision: str, *, clips: bool) -> str | None:
     """The reason why an optimizer cannot step in the backward, as it needs all gradients at once; ``None`` if it can.
 
     Args:
         clips: whether gradients are clipped.
-        skip_nonfinite: how many steps may be left out.
     """
     if layout.needs_all_gradients is not None:
         return f"{layout.needs_all_gradients}: leave one of them out"
@@ -173,6 +167,5 @@ def why_not_in_backward(
         f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
         "clipping needs the norm of all gradients first: pass --max_grad_norm 0": clips,
         "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
-        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -72,9 +72,20 @@ class TextArguments:
     dataset: str | None = option(None, "built in: python-stdlib (default), docstring-chats; or a Hub id")
     dataset_config_name: str | None = option(None, "configuration of a Hub data set")
     train_file: list[str] | None = option(
-        None, 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'
+        None,
+        'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet',
+        shown="first",
+        resume="place",
     )
-    validation_file: list[str] | None = option(None, "validation text; default: a twentieth of the training text")
+    validation_file: list[str] | None = option(
+        None, "validation text; default: a twentieth of the training text", resume="place"
+    )
+    mix_weights: list[float] | None = option(
+        None, "share of the bytes for each argument of --train_file", shown="seldom"
+    )
+    text_column: str | None = option(
+        None, "column of the text in a file or a Hub data set; default: text", same=(None, "text")
+    )
     streaming: bool = option(False, "read only as much of a Hub set as --max_steps needs")
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from memsave_recipes.core.errors import option, require
+from memsave_recipes.core.errors import check_ranges, option
 from memsave_recipes.data.text.labelled_text import LabelledText, LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
     TokenizedSplits,
@@ -22,12 +22,12 @@ from memsave_recipes.models.pretrained import configuration_of
 class LabelledRowArguments(LabelledTextArguments):
     """The labelled texts, their tokenizer and length."""
 
-    tokenizer_name: str | None = option(None, "folder or Hub id; default: the model's own")
-    max_length: int = option(128, "tokens after which a text or pair is cut off")
+    tokenizer_name: str | None = option(None, "folder or Hub id; default: the model's own", resume="place")
+    max_length: int = option(128, "tokens after which a text or pair is cut off", least=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_length >= 8, "--max_length", self.max_length, "at least 8")
+        check_ranges(self)
 
 
 def load_labelled_rows(args: Any) -> tuple[LabelledText, TokenizedSplits]:

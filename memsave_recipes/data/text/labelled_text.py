@@ -100,9 +100,12 @@ class LabelledTextArguments:
     dataset: str | None = option(None, "docstrings (the default, built in) or a Hub id")
     dataset_config_name: str | None = option(None, "part of a Hub data set, such as sst2")
     train_file: list[str] | None = option(
-        None, 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'
+        None,
+        'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)',
+        shown="first",
+        resume="place",
     )
-    validation_file: list[str] | None = option(None, "the same; default: a part of --train_file")
+    validation_file: list[str] | None = option(None, "the same; default: a part of --train_file", resume="place")
     text_column: list[str] | None = option(None, "one, or two of pairs; default: the first of the usual names")
     label_column: str | None = option(None, "default: the first of the usual names")
 

@@ -36,7 +36,7 @@ Prompt = str | Conversation
 class RowArguments(TextArguments, ChatArguments):
     """The text, its tokenizer and the length of rows."""
 
-    tokenizer_name: str | None = option(None, "folder or Hub id; default: the model's own")
+    tokenizer_name: str | None = option(None, "folder or Hub id; default: the model's own", resume="place")
     block_size: int = option(1024, "tokens of a row")
     packing: bool = option(True, "fill rows with several documents, kept apart; else pad")
 

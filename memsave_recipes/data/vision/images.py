@@ -48,7 +48,12 @@ class ImageDataArguments:
     """The images, their size and augmentation."""
 
     dataset: str | None = option(None, "digits (the default, built in) or a Hub id")
-    data_dir: str | None = option(None, "folder with one folder per class, or train/ and validation/ with these")
+    data_dir: str | None = option(
+        None,
+        "folder with one folder per class, or train/ and validation/ with these",
+        shown="first",
+        resume="place",
+    )
     image_size: int = option(
         None,
         "size of the images in pixels (square); default: the size of --model_name_or_path, else 32 for "

@@ -14,6 +14,7 @@ from torch import Tensor
 from memsave_recipes.core.costs.targets import Target, target_of
 from memsave_recipes.core.errors import InputError, require
 from memsave_recipes.core.planner.budget import usable_bytes
+from memsave_recipes.core.planner.make_plan import MAX_GIB
 from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.planner.task import (
     FrontierPoint,
@@ -33,7 +34,6 @@ from memsave_recipes.core.step.settings import AUTO, PER_STEP
 from memsave_recipes.core.text import GIB, to_gib
 from memsave_recipes.tools.cli.flags import CONFIGS, other_recipe, recipe_at_hand, recipes_folder
 from memsave_recipes.tools.fit.savings import budget_too_small
-from memsave_recipes.training.arguments import MAX_GIB
 from memsave_recipes.training.parsing import named_flags, underscored
 
 EXPECTED_SECONDS = (
@@ -224,7 +224,7 @@ def choose(request: PlanRequest, **options: Any) -> Choice:
 def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
     """Return the flags to add to the recipe's, so that the planner searches everything that these do not name."""
     added = []
-    strategy = named.get("activation_checkpointing", "full" if "gradient_checkpointing" in named else None)
+    strategy = named.get("activation_checkpointing")
     if strategy is None:
         added += ["--activation_checkpointing", BUDGET_WORDS[0]]
     if "micro_batch_size" not in named:

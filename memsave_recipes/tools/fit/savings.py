@@ -160,8 +160,7 @@ def _chunked_loss(setup: Setup) -> Iterator[Saving]:
 
 def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
     """Free all gradients but the largest one."""
-    skips = setup.flags.get("skip_nonfinite") or 0
-    refusal = why_not_in_backward(setup.layout, setup.mixed_precision, clips=False, skip_nonfinite=skips)
+    refusal = why_not_in_backward(setup.layout, setup.mixed_precision, clips=False)
     leave = setup.flags.get("offload_optimizer") == "step"  # anyway
     if setup.flags.get("optimizer_in_backward") is False and refusal is None and not leave:
         trained = setup.trained

@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, Rules, rules_of
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH
@@ -25,45 +25,12 @@ from memsave_recipes.training.launch.start import describe_environment
 
 STEP = "step"
 BEST = "best"
-FLAGS = {
+OF_ORDER = {
     "num_samples": "the number of training samples",
     "global_batch_size": "--global_batch_size",
     "seed": "--seed",
-    "drop_last": "--drop_last",
 }
 """The fields of ``SampleOrder``, as the user knows them."""
-FREE = {
-    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "full_determinism"),
-    *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "async_save", "skip_nonfinite"),
-    *("load_best_model_at_end", "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold"),
-    *("collective_timeout_minutes", "project", "run_name", "tags"),
-    *("logging_steps", "eval_steps", "memory_snapshot", "verify", "dataloader_num_workers"),
-    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing"),
-    *("compile", "stream_weights"),
-}
-"""The flags that change no weight, or no more than rounding does."""
-LATER = {
-    "batchnorm": "local",
-    "decay_all": True,
-    "bitwise_topology": False,
-    "packed_attention": "mask",
-    "fused_ops": NONE,
-    "shard": NONE,
-    "offload_optimizer": NONE,
-    "reduce_gradients": PER_MICRO_BATCH,
-    "sequence_parallel": 1,
-}
-"""Flags that runs of an earlier version did not have, and how they were trained."""
-SAME: dict[str, set[str | None]] = {"offload_optimizer": {NONE, "state"}}
-"""Values of flags that give the same bits."""
-ROUNDS = {
-    **dict.fromkeys(("shard", "reduce_gradients", "sequence_parallel"), "ranks add gradients in another order"),
-    "offload_optimizer": "an update on the host rounds in another way than one on the device",
-    "fused_ops": "a fused operator rounds in another way than those that it is in place of",
-}
-"""Flags that change no more than rounding does, and why."""
-CHOSEN = ("packed_attention", "dtype", "fused_ops")
-"""Flags whose ``auto`` is what the run began with, which most resolve and write down."""
 REMOVED: dict[str, tuple[Any, ...]] = {
     "too_long": ("drop",),
     "train_on_prompt": (False,),
@@ -83,18 +50,16 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "validation_fraction": (None, 0.1),
     "text_pair_column": (None,),
     "problem_type": (None,),
+    "drop_last": (False,),
+    "decay_all": (False,),
+    "sync_batchnorm": (False,),
+    "adam_epsilon": (1e-8,),
+    "lora_merge": (False,),
 }
 """Flags that earlier versions had, and the values with which those trained as this one does."""
-KEPT = {"decay_all": False}
-"""Flags that by default, which is the value here, stay as a run began: one of an earlier version did otherwise."""
-CONTENTS = {"weights_by_class": "--class_weights", "lora_entries": "--lora_config"}
-"""What a run has read from the file of a flag, and that flag."""
-LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
 """The flags of a search for a plan."""
-PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights", "lora_config"}
-"""Paths, which may have changed; their content is trusted to be the same."""
 ANOTHER_VERSION = "another version may compute in another way"
 WHY_NOT_BIT_EXACT = {
     "torch": ANOTHER_VERSION,
@@ -184,6 +149,12 @@ def read_config(config: Path) -> dict[str, Any]:
     return content
 
 
+def best_metric(config: dict[str, Any]) -> str:
+    """Return the metric that the evaluations of a run are compared by; an earlier version had a flag for it."""
+    named = config.get("save_best")
+    return named if isinstance(named, str) else str(config.get("metric_for_best_model", "loss"))
+
+
 def _is_whole(config: Any) -> bool:
     """Return whether all required entries are there; an earlier version may not have known a flag."""
     match config:
@@ -205,7 +176,7 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     layout, reduction = earlier["geometry"], earlier.get("reduce_gradients", PER_MICRO_BATCH)
     same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
     same_search = same_search and run.reduce_gradients in (AUTO, reduction)
-    same_ranks = layout["num_processes"] == num_processes and (LATER | earlier)["shard"] == (run.shard or NONE)
+    same_ranks = layout["num_processes"] == num_processes and earlier.get("shard", NONE) == (run.shard or NONE)
     if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
         found = copy.copy(run)  # flags would name a budget beside a number; here it may be the device's memory
         found.micro_batch_size = layout["micro_batch_size"]
@@ -221,30 +192,32 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
         run,
         micro_batch_size=layout["micro_batch_size"],
         activation_checkpointing=str(plan),
-        gradient_checkpointing=False,
         memory_budget_gib=None,
     )
 
 
 def with_previous_choices(run: Any, earlier: dict[str, Any]) -> Any:
-    """Return the flags ``run`` with ``auto`` as the ``earlier`` run resolved it, and ``KEPT``."""
-    kept = [name for name in CHOSEN if getattr(run, name, None) == AUTO]
-    kept += [name for name, default in KEPT.items() if getattr(run, name, None) == default]
-    return replace(run, **{name: (LATER | earlier)[name] for name in kept})
+    """Return the flags ``run`` with what the ``earlier`` run began with, where their rules and values say so."""
+    rules, stays = rules_of(type(run)), {}
+    for name, rule in rules.items():
+        if rule.resume in ("chosen", "kept"):
+            stays[name] = AUTO if rule.resume == "chosen" else getattr(type(run), name)
+    known = _before(rules) | earlier
+    return replace(run, **{name: known[name] for name, value in stays.items() if getattr(run, name) == value})
 
 
-def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+def check_same_flags(saved: dict[str, Any], present: dict[str, Any], rules: dict[str, Rules]) -> list[str]:
     """Refuse to go on with flags that would have made another run; return a line for each that has to be trusted.
 
     Args:
         saved: ``config.json``; others than flags may be among its entries.
-        present: by name.
+        present, rules: by name.
 
     Raises:
         InputError: a flag that the weights depend on has changed.
     """
     now = json.loads(json.dumps(present))
-    saved = LATER | saved
+    saved = _before(rules) | saved
     if now.get("bitwise_topology"):
         _check_same_micro_batch(saved, now)
     for name in REMOVED.keys() & saved.keys() - now.keys():
@@ -253,31 +226,46 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
                 f"--resume: the run was started with --{name} {saved[name]}, which this version does not have: go on "
                 "with the version of then, or name another --output_dir"
             )
-    free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
+    has_no_end = now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END
     notices = []
-    for name in saved.keys() & now.keys() - free:
-        if _is_same(name, saved[name], now[name]) or (name in (*CHOSEN, "reduce_gradients") and now[name] == AUTO):
+    for name in saved.keys() & now.keys():
+        rule = rules.get(name, Rules())
+        if _may_be(rule, saved[name], now[name], has_no_end=has_no_end):
             continue
         change = f"--{name} was {saved[name]} and is {now[name]}"
-        if name in ROUNDS:
-            notices.append(f"note: {change}: {ROUNDS[name]}")
-        elif name in PLACES:
+        if rule.rounds is not None:
+            notices.append(f"note: {change}: {rule.rounds}")
+        elif rule.resume == "place":
             notices.append(f"note: {change}, which is taken to be the same")
-        elif name in CONTENTS:
+        elif rule.file_of is not None:
             raise InputError(
-                f"--resume: the file of {CONTENTS[name]} has changed since the run was started: put it "
-                "back, or name another --output_dir"
+                f"--resume: the file of {rule.file_of} has changed since the run was started: put it back, or name "
+                "another --output_dir"
             )
         else:
-            why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""
+            is_length = rule.resume == "length"
+            why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if is_length else ""
             raise InputError(
                 f"--resume: {change}{why}: give what the run was started with, or name another --output_dir"
             )
     return sorted(notices)
 
 
-def _is_same(name: str, was: Any, now: Any) -> bool:
-    return bool(was == now or [was] == now or (name in SAME and {was, now} <= SAME[name]))
+def _before(rules: dict[str, Rules]) -> dict[str, Any]:
+    """Return how runs of an earlier version were trained, by the flags that they did not have."""
+    return {name: rule.before for name, rule in rules.items() if rule.before is not None}
+
+
+def _may_be(rule: Rules, was: Any, now: Any, *, has_no_end: bool) -> bool:
+    """Return whether the weights are the same with what a flag is ``now``, without a word."""
+    return bool(
+        was == now
+        or [was] == now  # earlier versions took one word of what is a list now
+        or rule.resume == "free"
+        or (rule.same and {was, now} <= {*rule.same})
+        or (rule.resume in ("chosen", "searched") and now == AUTO)
+        or (rule.resume == "length" and has_no_end)
+    )
 
 
 def _check_same_micro_batch(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -314,8 +302,8 @@ def describe_run(order: SampleOrder, layout: BatchLayout, data: Fingerprint | No
     return {"order": asdict(order), "geometry": asdict(layout), "data": data.record() if data else None}
 
 
-def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_ok: bool) -> list[str]:
-    """Refuse to go on with other data, unless ``changed_ok``; return a line on what is trusted.
+def check_same_data(saved: dict[str, Any], data: Fingerprint | None) -> list[str]:
+    """Refuse to go on with other data; return a line on what is trusted.
 
     Raises:
         InputError: the data is not that of ``saved``, the result of ``describe_run``.
@@ -325,26 +313,24 @@ def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_
     if saved.get("data") is None:
         return ["note: the checkpoint has no digest of its data, which is taken to be the same"]
     if differences := "; ".join(data.differences(saved["data"])):
-        if not changed_ok:
-            raise InputError(
-                f"--resume: the data is not what the run was trained on ({differences}): put it back, name another "
-                "--output_dir, or go on with it by --data_changed_ok"
-            )
-        return [f"note: the data is not what the run was trained on ({differences}), and --data_changed_ok goes on"]
+        raise InputError(
+            f"--resume: the data is not what the run was trained on ({differences}): put it back, or name another "
+            "--output_dir"
+        )
     if times := "; ".join(data.other_times(saved["data"])):
         return [f"note: files were modified at another time ({times}), their pixels are taken to be the same"]
     return []
 
 
-def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok: bool = False) -> None:
-    """Refuse to go on where a step would train other samples; with ``changed_ok`` there may be more or fewer.
+def check_same_samples(saved: dict[str, Any], order: SampleOrder) -> None:
+    """Refuse to go on where a step would train other samples.
 
     Raises:
         InputError: the data set or a flag that decides the order has changed.
     """
     present = asdict(order)
-    for field, name in FLAGS.items():
-        if saved["order"][field] != present[field] and not (changed_ok and field == "num_samples"):
+    for field, name in OF_ORDER.items():
+        if saved["order"][field] != present[field]:
             raise InputError(
                 f"--resume: {name} was {saved['order'][field]} and is {present[field]}, so the steps would train other "
                 "samples: give what the run was started with, or name another --output_dir"

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import TypeVar
 
 from accelerate import Accelerator
@@ -64,6 +63,8 @@ from memsave_recipes.training.launch.processes import StoppedBySignal, StopSigna
 from memsave_recipes.training.optimizers import NotFinite
 
 LOCK = "run.lock"
+KEPT = 2
+"""How many checkpoints are kept, the newest."""
 GIVEN_BACK_S = 120.0
 """A lost rank may yet have to end, and a disk of several machines keeps the lock of one that is gone for 90 s (NFS)."""
 
@@ -155,8 +156,6 @@ T = TypeVar("T")
 
 SAVE_ONLY = 1
 """A request to save, smaller than the number of any signal that stops a run."""
-HAS_FAILED = 1000
-"""A request to end the run, larger than the number of any signal: a save in the background has failed."""
 _topics = (f"save-{number}" for number in itertools.count())
 
 
@@ -175,29 +174,6 @@ class Resumed:
     notices: list[str]
 
 
-class _Writing:
-    """A save in a daemon thread of each rank: a run that fails does not wait for it."""
-
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
-        self.step = step
-        self.error: Exception | None = None
-        self._write = write
-        self._thread = Thread(target=self._run, name=f"save of step {step}", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until the save is done; raise what it has raised."""
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:
-            self.error = error
-
-
 class Checkpoints:
     """Saves a run and brings it back. All methods are for all ranks.
 
@@ -205,12 +181,9 @@ class Checkpoints:
         folder: of the checkpoints alone, seen by all ranks.
         training: the state that is saved.
         order, layout: the samples of each step, and their split over ranks and micro-batches.
-        keep: how many of the newest are kept.
         every_steps, every_minutes: when to save, besides a stop by a signal.
         data: of the training; without it, a resumed run does not check its data.
-        data_changed_ok: go on with other data.
         lock: of the run's folder, checked at every save.
-        async_save: train on while a save that ``after_step`` began is written.
     """
 
     def __init__(
@@ -221,31 +194,24 @@ class Checkpoints:
         *,
         order: SampleOrder,
         layout: BatchLayout,
-        keep: int = 2,
         every_steps: int | None = None,
         every_minutes: float | None = None,
         signals: StopSignals | None = None,
         data: Fingerprint | None = None,
-        data_changed_ok: bool = False,
         lock: RunLock | None = None,
-        async_save: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
         self.training = training
         self.order = order
         self.layout = layout
-        self.keep = keep
         self.every_steps = every_steps
         self.every_s = 60 * every_minutes if every_minutes else float("inf")
         self.signals = signals
         self.data = data
-        self.data_changed_ok = data_changed_ok
         self.lock = lock
-        self.async_save = async_save
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
-        self._writing: _Writing | None = None
         self._last_time = time.monotonic()
         self._poll = RankPoll(accelerator)
 
@@ -283,13 +249,11 @@ class Checkpoints:
 
         Raises:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
-            InputError, NotFinite: as ``save``; or a save in the background has failed meanwhile.
+            InputError, NotFinite: as ``save``.
         """
         request = self._poll.max(step, self._request())
-        if request == HAS_FAILED:
-            self.finish_writing()
         if request or (self.every_steps and step % self.every_steps == 0):
-            self.save(step, state(), in_background=self.async_save and request <= SAVE_ONLY)
+            self.save(step, state())
         if request > SAVE_ONLY:
             raise StoppedBySignal(request, step, self.folder)
 
@@ -308,35 +272,20 @@ class Checkpoints:
                 raise StoppedBySignal(signal, step, self.folder)
             yield batch
 
-    def save(self, step: int, state: Record, *, in_background: bool = False) -> None:
-        """Save after ``step`` steps, unless that has been done; first wait for a save in the background.
-
-        Args:
-            in_background: return as soon as the state has been copied to the host.
+    def save(self, step: int, state: Record) -> None:
+        """Save after ``step`` steps, unless that has been done.
 
         Raises:
-            InputError: it could not be saved, or the one before; what was there is as it was.
+            InputError: it could not be saved; what was there is as it was.
             NotFinite: the weights are not; the one before is as it was.
         """
-        self.finish_writing()
-        if step != self.last_saved and not self._written(step, state, in_background=in_background):
+        if step != self.last_saved and not self._written(step, state):
             last = f"the last checkpoint is of step {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NotFinite(
                 f"the weights are not finite after step {step}, although its loss was: they are not saved, {last}; "
                 "lower --learning_rate and --weight_decay"
             )
         self._last_time = time.monotonic()
-
-    def finish_writing(self) -> None:
-        """Wait for a save in the background, if there is one.
-
-        Raises:
-            InputError: on all ranks, where it could not be saved; the one before is as it was.
-        """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            on_all_after_rank_0(self.accelerator, writing.wait)
-            self.last_saved = writing.step
 
     def save_best(self, step: int, writers: Iterable[Writer]) -> None:
         """Save what ``writers`` write on rank 0, such as the weights, as the only ``best-STEP``.
@@ -378,8 +327,6 @@ class Checkpoints:
 
     def _request(self) -> int:
         """Return the number of this rank's signal, ``SAVE_ONLY`` or 0. Only rank 0's clock tells when it is time."""
-        if self._writing is not None and self._writing.error is not None:
-            return HAS_FAILED
         if signal := self._signal():
             return signal
         is_time = self.accelerator.is_main_process and time.monotonic() - self._last_time >= self.every_s
@@ -388,19 +335,15 @@ class Checkpoints:
     def _signal(self) -> int:
         return self.signals.received if self.signals is not None else 0
 
-    def _written(self, step: int, state: Record, *, in_background: bool) -> bool:
+    def _written(self, step: int, state: Record) -> bool:
         """Return whether the weights are finite, so that they have been saved, or are being saved."""
         if not all(gather_object([self.training.is_finite()])):
             return False
         rank, topic, record = self.accelerator.process_index, next(_topics), self._record(step, state)
         temporary = on_main_process(self.accelerator, lambda: self._begin(f"{STEP}-{step}"))
-        mine = on_all_processes(self.accelerator, lambda: self.training.rank_state(rank, record, copied=in_background))
-        write = partial(self._write, step, temporary, mine, topic)
-        if in_background:
-            self._writing = _Writing(step, write)
-        else:
-            on_all_after_rank_0(self.accelerator, write)
-            self.last_saved = step
+        mine = on_all_processes(self.accelerator, lambda: self.training.rank_state(rank, record))
+        on_all_after_rank_0(self.accelerator, lambda: self._write(step, temporary, mine, topic))
+        self.last_saved = step
         return True
 
     def _write(self, step: int, temporary: Path, mine: RankState, topic: str) -> None:
@@ -417,7 +360,7 @@ class Checkpoints:
                 return
             with disk_errors_as_input_error(self.folder, name):
                 finish(temporary, self.folder / name, list(itertools.chain(*entries)))
-                prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
+                prune(self.folder, STEP, newest=step, keep=KEPT, damaged=self.damaged)
         except BaseException:
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -453,8 +396,8 @@ class Checkpoints:
         if record["step"] != found.step:
             raise InputError(f"--resume: {found.path} holds step {record['step']}: give the folder its name back")
         with fitting(found.path):
-            notices = check_same_data(record["run"], self.data, changed_ok=self.data_changed_ok)
-            check_same_samples(record["run"], self.order, changed_ok=self.data_changed_ok)
+            notices = check_same_data(record["run"], self.data)
+            check_same_samples(record["run"], self.order)
             change = describe_change(record["run"], self.layout)
         self.training.read(found.path)
         return record, notices + ([change] if change else [])

@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -88,12 +88,6 @@ class RankState:
         files = ({name: mine} if mine else {}) | rest.tensors
         return cls(files, texts | rest.texts if rank == 0 else {}, {name: header})
 
-    def copied(self, kept: dict[str, Tensor]) -> Self:
-        """Return the state in memory of the host, which is ``kept`` for the next copy; wait for the device once."""
-        copies = copies_on_host({name: one for part in self.tensors.values() for name, one in part.items()}, kept)
-        parts = {file: {name: copies[name] for name in part} for file, part in self.tensors.items()}
-        return replace(self, tensors=parts)
-
     def write(self, folder: Path) -> list[Path]:
         """Write the files, and return their paths. What is on a device is copied file by file."""
         for name, tensors in self.tensors.items():
@@ -129,7 +123,6 @@ class TrainState:
             self.stateful["average"] = average
         self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
         self.is_sharded = is_sharded(self.model)
-        self._copies: dict[str, Tensor] = {}
         self._frozen_digest: str | None = None
         if self.is_sharded:
             self._digest_of_frozen()  # here, where all ranks are
@@ -161,18 +154,12 @@ class TrainState:
                 found[part.device] += [extreme.isfinite() for extreme in part.aminmax()]  # NaN is extreme
         return all(bool(torch.stack(extremes).all()) for extremes in found.values())
 
-    def rank_state(self, rank: int, record: Record, *, copied: bool = False) -> RankState:
-        """Return what ``rank``, which calls this, writes of everything and ``record``; whole weights rank 0 alone.
-
-        Args:
-            copied: to memory of the host that is used again, so that training does not change it.
-        """
+    def rank_state(self, rank: int, record: Record) -> RankState:
+        """Return what ``rank``, which calls this, writes of everything and ``record``; whole weights rank 0 alone."""
         rest = {FROZEN: self._digest_of_frozen(), RECORD: record} if rank == 0 else {}
         if self.is_sharded:
-            state = RankState.in_shards(rank, self._trees(), rest)
-        else:
-            state = RankState.of(self._trees() | rest if rank == 0 else {})
-        return state.copied(self._copies) if copied else state
+            return RankState.in_shards(rank, self._trees(), rest)
+        return RankState.of(self._trees() | rest if rank == 0 else {})
 
     def read(self, folder: Path) -> None:
         """Restore everything from ``folder``, on every rank.
@@ -325,7 +312,7 @@ def _misfit(folder: Path, error: Exception) -> str:
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous ``tensors`` on the host, of which those on a device are copies."""
     on_device = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-    return {name: tensor.contiguous() for name, tensor in (tensors | copies_on_host(on_device, {})).items()}
+    return {name: tensor.contiguous() for name, tensor in (tensors | copies_on_host(on_device)).items()}
 
 
 def is_in_shards(folder: Path) -> bool:

@@ -16,13 +16,11 @@ class ExactSettings(StepSettings):
 
     Args:
         bitwise_topology: the same bits on any number of ranks.
-        batchnorm: statistics of BatchNorm: ``local`` or ``global``.
-        sync_batchnorm: whether torch's ``SyncBatchNorm`` takes them over the ranks.
+        batchnorm: statistics of BatchNorm: ``local``, ``sync`` (torch's ``SyncBatchNorm``) or ``global``.
     """
 
     bitwise_topology: bool
     batchnorm: str
-    sync_batchnorm: bool
 
     @property
     def joins_micro_batches(self) -> bool:
@@ -50,7 +48,7 @@ class ExactSettings(StepSettings):
     def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
         """As of ``StepSettings``: under ``--batchnorm global``, unless that is a rank's whole share."""
         size = self.named_micro_batch
-        if self.batchnorm == "local" or size is None or size >= layout.micro_batch_size:
+        if self.batchnorm != "global" or size is None or size >= layout.micro_batch_size:
             return None
         return size
 
@@ -68,8 +66,6 @@ class ExactSettings(StepSettings):
         strategy = self.activation_checkpointing or ""
         is_compiled = strategy.partition(":")[0] == "compiled"
         if self.batchnorm == "global":
-            if self.sync_batchnorm:
-                raise InputError("--batchnorm global joins the ranks, too: leave out --sync_batchnorm")
             if self.micro_batch_size == AUTO:
                 raise InputError(
                     "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
@@ -88,8 +84,8 @@ class ExactSettings(StepSettings):
                 f"--bitwise_topology: --activation_checkpointing {strategy} compiles for the shapes that a rank has "
                 "seen, in their order, and rounds accordingly: take budget:bitwise, or a plan that does not compile"
             )
-        if self.sync_batchnorm:
-            raise InputError("--bitwise_topology: --sync_batchnorm normalises over the ranks: leave one of them out")
+        if self.batchnorm == "sync":
+            raise InputError("--bitwise_topology: --batchnorm sync normalises over the ranks: leave one of them out")
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse statistics that follow the micro-batches of one rank, under ``--bitwise_topology``.
@@ -113,14 +109,15 @@ class ExactSettings(StepSettings):
         Raises:
             InputError: the last step of an epoch is such a one.
         """
-        if self.batchnorm == "local":
+        if self.batchnorm != "global":
             return
         num_samples = order.num_samples_in(order.steps_per_epoch - 1)
         if not all(any(micro_batches) for micro_batches in layout.micro_batches(num_samples)):
             of_size = f" in micro-batches of {layout.micro_batch_size}" if layout.is_bitwise else ""
             raise InputError(
                 f"--batchnorm global: the last step of an epoch has {num_samples} samples{of_size} for "
-                f"{layout.num_processes} ranks, and padding would count in the statistics: add --drop_last"
+                f"{layout.num_processes} ranks, and padding would count in the statistics: "
+                "take another --global_batch_size, or fewer ranks"
             )
 
     def check_plan(self, plan: Plan) -> None:

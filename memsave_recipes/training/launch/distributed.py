@@ -374,8 +374,7 @@ class _RankWatch:
             time.sleep(REPORT_DELAY_S)
             os._exit(LOST)
         named = ", ".join(f"rank {rank} of {self.num_ranks} {how}" for rank, how in sorted(missing.items()))
-        minutes = f"{self.limit_s / 60:g} minutes (--collective_timeout_minutes)"
-        end_now(f"error: for more than {minutes} {named}: ended {MID_STEP}", LOST)
+        end_now(f"error: for more than {self.limit_s / 60:g} minutes {named}: ended {MID_STEP}", LOST)
 
 
 def _collectives_begun() -> int:

@@ -75,6 +75,8 @@ from memsave_recipes.core.sharding import is_sharded
 from memsave_recipes.training.arguments import Dtype
 from memsave_recipes.training.launch.processes import end_with_launcher, is_restarted, launch_arguments
 
+LIMIT_S = 30 * 60.0
+"""How long ranks wait for one another, and a stop by a signal for the end of the step."""
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
 RESTARTED = "memsave-restarted"
@@ -261,7 +263,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
             or the model is to be compiled.
     """
 
-    def __init__(self, *, collective_timeout_s: float = 30 * 60.0, **kwargs: Any) -> None:
+    def __init__(self, *, collective_timeout_s: float = LIMIT_S, **kwargs: Any) -> None:
         _check_whole_weights()
         _check_not_compiled()
         end_with_launcher()
@@ -431,7 +433,7 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
         InputError: on a CPU or an Apple GPU, for which torch has no such layer.
     """
     if device.type in HOST_MEMORY:
-        raise InputError("--sync_batchnorm works on CUDA devices only: leave it out")
+        raise InputError("--batchnorm sync works on CUDA devices only: leave it out")
     synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return synchronized
 

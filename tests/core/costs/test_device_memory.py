@@ -15,7 +15,6 @@ from memsave_recipes.core.costs.memory import (
     empty_cache,
     read_device_memory,
     read_device_use,
-    record_history,
     write_snapshot,
 )
 
@@ -40,17 +39,6 @@ def test_what_reference_cycles_hold_is_freed():
     assert gone() is None
 
 
-def test_a_snapshot_ends_the_recording(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
-    record_history()
-    write_snapshot(tmp_path / "run" / "memory_snapshot.pickle")
-    assert calls[0]["max_entries"] > 0
-    assert calls[1:] == [str(tmp_path / "run" / "memory_snapshot.pickle"), {"enabled": None}]
-    assert (tmp_path / "run").is_dir()
-
-
 @needs_cuda
 def test_on_cuda_the_peaks_are_torchs():
     device = torch.device("cuda", 0)
@@ -66,12 +54,11 @@ def test_on_cuda_the_peaks_are_torchs():
 
 @needs_cuda
 @pytest.mark.skipif("STANDIN" in os.environ, reason="the stand-in has no snapshots")
-def test_on_cuda_a_snapshot_holds_what_was_recorded(tmp_path):
-    record_history()
+def test_on_cuda_a_snapshot_holds_the_blocks(tmp_path):
     kept = torch.empty(10_000_000, device="cuda")
-    write_snapshot(tmp_path / "memory_snapshot.pickle")
-    snapshot = pickle.loads((tmp_path / "memory_snapshot.pickle").read_bytes())
-    assert any(entry["size"] >= kept.nbytes for trace in snapshot["device_traces"] for entry in trace)
+    write_snapshot(tmp_path / "run" / "memory_snapshot.pickle")
+    snapshot = pickle.loads((tmp_path / "run" / "memory_snapshot.pickle").read_bytes())
+    assert any(segment["total_size"] >= kept.nbytes for segment in snapshot["segments"])
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 OPTIMIZERS = {
     "adamw": OptimizerArguments(),
-    "sgd": OptimizerArguments(optimizer="sgd", momentum=0.9),
+    "sgd": OptimizerArguments(optimizer="sgd"),
     "adafactor": OptimizerArguments(optimizer="adafactor"),
     "muon": OptimizerArguments(optimizer="muon"),
     "bf16": OptimizerArguments(bf16_stochastic_round=True),

@@ -208,16 +208,6 @@ def test_a_host_that_state_is_too_large_for_is_named_by_the_error():
     assert line.endswith("take --offload_optimizer none, or an optimizer with less state")
 
 
-def test_a_host_that_copies_of_checkpoints_are_too_large_for_is_named_by_the_error():
-    both = HostUse.beside_plans(2048, 1024, 2048)
-    assert both.too_small.one_line.startswith("--offload_optimizer --async_save: a rank would move 3 KiB to its host")
-    ways = "take --offload_optimizer none, an optimizer with less state, or no --async_save"
-    assert both.too_small.one_line.endswith(ways)
-    assert HostUse.beside_plans(0, 1024, 512).too_small.one_line.endswith("take no --async_save")
-    one = candidate(static=StaticMemory(copies_bytes=1024))
-    assert HostUse.of(one).line.startswith("--async_save: at most ")
-
-
 def test_a_budget_that_is_too_small_offers_the_host_for_state():
     one = candidate(16, budget=1)
     told = partial(budget_too_small, one, MODEL, task_of(takes_adapters=False))
@@ -411,7 +401,7 @@ def test_losses_and_norms_count_until_they_are_logged(layout_of, of_a_step):
 )
 def test_an_accelerator_counts_whole_blocks_of_512_bytes(optimizer, blocks):
     model, layout = nn.Linear(65, 64), BatchLayout.of(4, 2, 2)
-    optim = OptimizerArguments(optimizer=optimizer, momentum=0.9)
+    optim = OptimizerArguments(optimizer=optimizer)
     static = static_memory_of(optim, model, layout, device_type="cuda")
     assert static.buckets_bytes == 34 * 512
     assert static.state_bytes == blocks * 512

@@ -30,7 +30,6 @@ from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.checkpoints import Checkpoints, TrainState
 from memsave_recipes.training.optimizers import (
-    NonFiniteGuard,
     clip_gradients,
     make_optimizer,
     make_scheduler,
@@ -213,12 +212,10 @@ class Training:
 
     def train(self, num_steps=None):
         """All steps of the run, or so many."""
-        guard = NonFiniteGuard(self.accelerator, self.trained, self.optimizer, skips=1)
         for batch, _ in zip(self.batches, range(num_steps or self.num_steps), strict=False):
             self.forward_and_backward(batch)
             norm = clip_gradients(self.optim, self.accelerator, self.trained)
-            if guard.should_step(batch, norm):
-                self.optimizer.step()
+            self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
             self.norms.append(norm.item())

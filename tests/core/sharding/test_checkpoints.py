@@ -1,8 +1,6 @@
 """Checkpoints in shards: saved on so many ranks, loaded on any other number, in any shards or whole, bit for bit."""
 
 import json
-import threading
-import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -126,8 +124,8 @@ def test_every_rank_writes_its_part_once(saved):
     verify_manifest(folder / "step-3")
 
 
-def save_where_a_rank_fails(folder, phase, accelerator, *, in_background=False):
-    """A second checkpoint, in which one rank finds a full disk; what each rank raised, maybe some steps later."""
+def save_where_a_rank_fails(folder, phase, accelerator):
+    """A second checkpoint, in which one rank finds a full disk; what each rank raised."""
     training = Training(accelerator, "llama", "full", num_steps=STEPS).train(SAVED)
     checkpoints = checkpoints_of(training, folder)
     checkpoints.save(SAVED, RECORD)
@@ -140,20 +138,15 @@ def save_where_a_rank_fails(folder, phase, accelerator, *, in_background=False):
     if phase == "rest":
         saver_module.finish = fail
     try:
-        checkpoints.save(SAVED + 1, RECORD, in_background=in_background)
-        for step in range(SAVED + 2, 1000 if in_background else 0):
-            checkpoints.after_step(step, dict)
-            time.sleep(0.02)
+        checkpoints.save(SAVED + 1, RECORD)
     except Exception as error:
         return type(error).__name__, str(error)
     return None
 
 
-@pytest.mark.parametrize(
-    ("phase", "in_background"), [("part", False), ("part", True), pytest.param("rest", False, marks=pytest.mark.slow)]
-)
-def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_one_before(run_on_ranks, tmp_path, phase, in_background):
-    save_there = partial(save_where_a_rank_fails, tmp_path / "checkpoints", phase, in_background=in_background)
+@pytest.mark.parametrize("phase", ["part", pytest.param("rest", marks=pytest.mark.slow)])
+def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_one_before(run_on_ranks, tmp_path, phase):
+    save_there = partial(save_where_a_rank_fails, tmp_path / "checkpoints", phase)
     raised = run_on_ranks(save_there, 2)
     assert {kind for kind, _ in raised} == {"InputError"}
     assert all("step-4 cannot be written or deleted, the disk is full" in message for _, message in raised)
@@ -177,32 +170,3 @@ def save_weights_that_are_not_finite(folder, accelerator):
 def test_weights_that_one_rank_has_not_finite_are_not_saved(run_on_ranks, tmp_path):
     assert run_on_ranks(partial(save_weights_that_are_not_finite, tmp_path / "none"), 2) == ["NotFinite"] * 2
     assert not (tmp_path / "none").exists()
-
-
-def save_beside(folder, accelerator):
-    """The state when a save began; whether its folder was there after a further step, and when it was waited for."""
-    training = Training(accelerator, "gpt2", "full", num_steps=STEPS).train(SAVED)
-    checkpoints = checkpoints_of(training, folder)
-    settle, may_settle = saver_module.settle, threading.Event()
-
-    def settle_later(*args):
-        assert may_settle.wait(30)
-        return settle(*args)
-
-    saver_module.settle = settle_later
-    there = everything(training)
-    checkpoints.save(SAVED, RECORD, in_background=True)
-    training.train(1)
-    before = (folder / f"step-{SAVED}").exists()
-    may_settle.set()
-    checkpoints.finish_writing()
-    assert checkpoints.last_saved == SAVED
-    return there, before, (folder / f"step-{SAVED}").exists()
-
-
-def test_training_goes_on_while_a_save_is_written_and_what_is_saved_does_not_change(run_on_ranks, tmp_path):
-    ranks = run_on_ranks(partial(save_beside, tmp_path), 2)
-    assert [was_there for _, *was_there in ranks] == [[False, True]] * 2
-    there = ranks[0][0]
-    found, _ = run_on_ranks(partial(load, tmp_path, "gpt2", "none"), 1)[0]
-    assert_the_same(found, there)

@@ -25,7 +25,7 @@ class WithAdapters(RecipeArguments, TrainedPartArguments):
         ({"optimizer_in_backward": True}, "--shard full: --optimizer_in_backward steps on gradients before"),
         ({"bitwise_topology": True, "micro_batch_size": 2}, "--shard full: --bitwise_topology adds up whole gradients"),
         ({"batchnorm": "global"}, "--shard full: --batchnorm global joins the micro-batches"),
-        ({"sync_batchnorm": True}, "--shard full: --sync_batchnorm has not been tried with it: leave one of them out"),
+        ({"batchnorm": "sync"}, "--shard full: --batchnorm sync has not been tried with it: leave one of them out"),
     ],
 )
 def test_flags_that_need_whole_weights_are_refused(flags, line):

@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     flags = [*FLAGS, "--train_file", write_text(folder)]
     train_here(*flags, "--output_dir", folder / "one")
-    flags += ["--activation_checkpointing", "segments:2", "--verify", "--save_every", "2", "--async_save"]
+    flags += ["--activation_checkpointing", "segments:2", "--verify", "--save_every", "2"]
     done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", folder / "two")
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "two.out").write_text(done.stdout)

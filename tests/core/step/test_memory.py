@@ -1,23 +1,17 @@
 """What a run reports of its memory and speed: from which step, over which ranks, in how many collectives."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from memsave_recipes.core.costs import throughput
-from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.losses import IGNORED_LABEL
-from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.core.text import GIB
-from memsave_recipes.run import memory_watch
-from memsave_recipes.run.folder import begin_run
-from memsave_recipes.run.memory_watch import RunSettings, largest_in_gib
+from memsave_recipes.run.memory_watch import largest_in_gib
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import gather_figures
 
@@ -233,45 +227,6 @@ def test_a_resumed_run_measures_its_own_first_steps(run_on_ranks):
     assert results["memory"]["instrumented_step"] == 9
     assert results["perf"]["model_gflops_per_sample"] == pytest.approx(PER_SAMPLE / 1e9)
     assert rows[-1]["memory/peak_allocated_gib"] > 0
-
-
-def record_three_steps(accelerator):
-    """The calls of the allocator's diary, and the step before which each was made."""
-    calls = []
-    memory_watch.record_history = lambda: calls.append("record")
-    memory_watch.write_snapshot = lambda path: calls.append(str(path))
-    settings = RunSettings(folder=Path("out"), flags={"memory_snapshot": 3})
-    report = make_report(accelerator, first_step=4, num_steps=9, settings=settings)
-    made_before = []
-    for step in report.batches.steps:
-        made_before.append(list(calls))
-        with report.measured(step):
-            pass
-    return made_before, calls
-
-
-def test_a_snapshot_on_demand_covers_the_first_steps(run_on_ranks):
-    ((made_before, calls),) = run_on_ranks(record_three_steps, 1)
-    assert [len(made) for made in made_before] == [1, 1, 1, 2, 2]
-    assert calls == ["record", "out/memory_snapshot.pickle"]
-
-
-def begin_with_a_snapshot(accelerator):
-    with pytest.raises(InputError, match="--memory_snapshot needs a CUDA device and this is cpu: leave it out"):
-        begin_run(
-            accelerator,
-            Path("never-made"),
-            project="",
-            work="",
-            flags={"memory_snapshot": 2, "dtype": "float32"},
-            planned=RunPlan(Plan(strategy="none", blocks=(), spans=())),
-            layout=BatchLayout.of(2, 1, 1),
-        )
-    return Path("never-made").exists()
-
-
-def test_a_cpu_has_no_snapshot(run_on_ranks):
-    assert run_on_ranks(begin_with_a_snapshot, 1) == [False]
 
 
 @pytest.mark.parametrize(("num_steps", "instrumented"), [(4, 3), (2, 1)])

@@ -105,9 +105,9 @@ def test_an_epoch_visits_every_sample_once(num_samples, shape):
 def test_drop_last_leaves_out_the_short_step_and_says_how_much():
     order = SampleOrder(num_samples=101, global_batch_size=24, seed=0, drop_last=True)
     assert (order.steps_per_epoch, order.num_dropped) == (4, 5)
-    assert order.notice == "note: --drop_last leaves 5 of 101 samples out of every epoch"
+    assert order.notice == "note: drop_last leaves 5 of 101 samples out of every epoch"
     assert SampleOrder(num_samples=101, global_batch_size=24, seed=0).notice is None
-    with pytest.raises(InputError, match="--drop_last"):
+    with pytest.raises(InputError, match="drop_last"):
         SampleOrder(num_samples=7, global_batch_size=24, seed=0, drop_last=True)
 
 

@@ -90,11 +90,5 @@ def test_what_trainer_does_not_decay_keeps_its_value(name, tmp_path):
     assert name != "t5" or kept - vectors  # its relative positions are a bias in a matrix
 
 
-@pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_all_decay_where_it_is_asked_for(rule):
-    model = MODELS["llama"]()
-    assert decayed(model, rule, decay_all=True) == {name for name, _ in model.named_parameters()}
-
-
 def test_without_decay_there_is_one_group():
     assert len(make_optimizer(OptimizerArguments(), MODELS["gpt2"]()).param_groups) == 1

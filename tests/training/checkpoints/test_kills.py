@@ -26,16 +26,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_trial, tmp_path, wo
 
 
 @pytest.mark.parametrize("seeds", [FEW_SAVES, ALL_SAVES], ids=lambda seeds: f"{len(seeds)} trials")
-@pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the training"])
-def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path, seeds, beside):
+def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path, seeds):
     """At random times within saves, to which every rank writes its part."""
-    kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1, beside=beside), seeds)
-
-
-@pytest.mark.parametrize("seeds", [FEW_SAVES, ALL_SAVES], ids=lambda seeds: f"{len(seeds)} trials")
-@pytest.mark.parametrize("world", [1, 2])
-def test_so_does_one_that_is_killed_while_whole_weights_are_written_beside_it(run_trial, tmp_path, world, seeds):
-    kill(run_trial, Run(folder=tmp_path, world=world, every_steps=1, beside=True), seeds)
+    kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1), seeds)
 
 
 @pytest.mark.parametrize("seeds", [FEW_OF_THE_RECIPE, ALL_OF_THE_RECIPE], ids=lambda seeds: f"{len(seeds)} trials")

@@ -1,12 +1,9 @@
 """When a run saves, what it keeps, and what it refuses to go on from."""
 
-import errno
 import os
-import threading
 import time
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +11,7 @@ from torch import nn
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.checkpoints import Checkpoints, StoppedBySignal, StopSignals, TrainState, saver
-from memsave_recipes.training.checkpoints.state import RankState
+from memsave_recipes.training.checkpoints import Checkpoints, StoppedBySignal, StopSignals, TrainState
 from memsave_recipes.training.launch import distributed
 from memsave_recipes.training.launch.distributed import RankPoll
 from memsave_recipes.training.launch.start import Accelerator
@@ -38,7 +34,7 @@ def names(folder):
 
 
 def test_saves_are_made_every_so_many_steps_and_the_newest_kept(tmp_path):
-    checkpoints, asked = make(tmp_path, every_steps=3, keep=2), []
+    checkpoints, asked = make(tmp_path, every_steps=3), []
     for step in range(1, 11):
         checkpoints.after_step(step, lambda step=step: asked.append(step) or {})
     assert asked == [3, 6, 9]  # nothing is gathered where nothing is saved
@@ -73,65 +69,6 @@ def test_a_step_is_saved_once(tmp_path):
     assert make(tmp_path).resume().state == {"first": True}
 
 
-def save_beside(folder, accelerator):
-    """A save whose writing is held back until the weights have changed; whether it was there when they had."""
-    checkpoints, goes_on, write = make(folder / "beside"), threading.Event(), RankState.write
-
-    def write_late(*args):
-        assert goes_on.wait(30)
-        return write(*args)
-
-    make(folder / "at once", of=checkpoints.training).save(1, {"done": 1})
-    with patch.object(RankState, "write", write_late):
-        checkpoints.save(1, {"done": 1}, in_background=True)
-        torch.nn.init.constant_(checkpoints.training.model.weight, 7)
-        was_there = (folder / "beside" / "step-1").exists()
-        goes_on.set()
-        checkpoints.finish_writing()
-    return was_there
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_save_beside_the_training_writes_the_files_of_one_at_once(run_on_ranks, tmp_path, num_ranks):
-    assert run_on_ranks(partial(save_beside, tmp_path), num_ranks) == [False] * num_ranks
-    beside, at_once = (read_files(tmp_path / name / "step-1") for name in ("beside", "at once"))
-    assert beside == at_once
-
-
-def read_files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_memory_for_a_save_beside_the_training_is_used_again(tmp_path):
-    checkpoints, places = make(tmp_path), []
-    for step in (1, 2):
-        checkpoints.save(step, {}, in_background=True)
-        state = checkpoints.training.rank_state(0, {}, copied=True)
-        places.append({name: one.data_ptr() for name, one in state.tensors["model-0.safetensors"].items()})
-    checkpoints.finish_writing()
-    assert places[0] == places[1]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_save_beside_the_training_that_fails_ends_all_ranks(run_on_ranks, tmp_path, num_ranks):
-    for line in run_on_ranks(partial(fail_beside, tmp_path), num_ranks):
-        assert "step-2 cannot be written or deleted, the disk is full" in line
-    assert names(tmp_path) == ["step-1"]
-
-
-def fail_beside(folder, accelerator):
-    checkpoints = make(folder)
-    checkpoints.save(1, {})
-    with patch.object(saver, "finish", side_effect=OSError(errno.ENOSPC, "full")):
-        checkpoints.save(2, {}, in_background=True)
-        for step in range(3, 3000):
-            try:
-                checkpoints.after_step(step, dict)
-            except InputError as error:
-                return str(error)
-            time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_weights_that_are_not_finite_cost_no_checkpoint(run_on_ranks, tmp_path, number):
     for line in run_on_ranks(partial(save_spoiled, tmp_path, number), 2):
@@ -149,7 +86,7 @@ def test_weights_that_were_never_finite_leave_no_checkpoint(tmp_path):
 
 
 def save_spoiled(folder, number, accelerator):
-    checkpoints = make(folder, keep=1)
+    checkpoints = make(folder)
     checkpoints.save(1, {})
     with torch.no_grad():
         checkpoints.training.model.bias[1] = number
@@ -159,12 +96,12 @@ def save_spoiled(folder, number, accelerator):
 
 
 def test_the_best_is_kept_beside_the_newest_until_there_is_a_better_one(tmp_path):
-    checkpoints = make(tmp_path, every_steps=1, keep=1)
+    checkpoints = make(tmp_path, every_steps=1)
     for step in range(1, 6):
         checkpoints.after_step(step, dict)
         if step in (2, 4):
             checkpoints.save_best(step, [lambda folder: (folder / "model.safetensors").touch()])
-    assert names(tmp_path) == ["best-4", "step-5"]
+    assert names(tmp_path) == ["best-4", "step-4", "step-5"]
     assert names(tmp_path / "best-4") == ["manifest.json", "model.safetensors"]
 
 
@@ -193,7 +130,6 @@ def test_a_run_without_checkpoints_begins_at_the_beginning(tmp_path):
         ("num_samples", 21, "the number of training samples was 20 and is 21"),
         ("global_batch_size", 5, "--global_batch_size was 4 and is 5"),
         ("seed", 2, "--seed was 1 and is 2"),
-        ("drop_last", True, "--drop_last was False and is True"),
     ],
 )
 def test_other_samples_are_refused(tmp_path, field, value, words):

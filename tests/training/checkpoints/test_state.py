@@ -12,11 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 from trials.run import digest
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.host import state as host_state
-from memsave_recipes.core.step import memory
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.core.step.update_rules import MuonWithAdamW
-from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.checkpoints import Checkpoints, TrainState
 from memsave_recipes.training.checkpoints.commit import verify_manifest
 from memsave_recipes.training.checkpoints.state import read_record
@@ -165,27 +162,6 @@ def test_a_loss_scaler_comes_back(tmp_path):
     one.rank_state(0, {}).write(tmp_path)
     other.read(tmp_path)
     assert other.stateful["scaler"].get_scale() == 128.0
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
-@pytest.mark.parametrize("model", MODELS)
-def test_the_memory_for_copies_is_predicted(monkeypatch, model, optimizer):
-    monkeypatch.setattr(host_state, "SLAB_BYTES", 2**9)
-    training = make_training(model, optimizer)
-    train(training, 1)
-    copies = [one for part in training.rank_state(0, {}, copied=True).tensors.values() for one in part.values()]
-    slabs = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in copies}
-    settings = RecipeArguments(output_dir="run", optimizer=optimizer, momentum=0.9, async_save=True)
-    taken = sum(slabs.values())
-    assert taken <= memory.copies_bytes(settings, training.model) <= 1.03 * taken
-
-
-def test_copies_of_masters_are_predicted(monkeypatch):
-    monkeypatch.setattr(memory, "pinned_bytes", sum)
-    settings = RecipeArguments(output_dir="run", dtype="bfloat16", offload_optimizer="step", async_save=True)
-    numbers, counters = 16 * 32 + 32, 2 * memory.counters_bytes("adamw", 1, on_cpu=True)
-    linear = nn.Linear(16, 32, dtype=torch.bfloat16)
-    assert memory.copies_bytes(settings, linear) == numbers * (2 + 4 + 2 * 4) + counters
 
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path):

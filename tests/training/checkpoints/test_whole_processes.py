@@ -35,7 +35,7 @@ def launch(tmp_path, *launcher, shards=("none",)):
     """The program, in a session and process group of its own, when it has done two steps.
 
     Args:
-        shards: as the flag ``--shard``, and then whether they are written beside the training.
+        shards: as the flag ``--shard``.
     """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -114,7 +114,6 @@ ONE_PROCESS = ("accelerate.commands.launch", "--cpu")
         pytest.param(ONE_PROCESS, ["none"], signal.SIGKILL, marks=pytest.mark.slow, id="one process"),
         pytest.param(torchrun(2), ["none"], signal.SIGKILL, id="two ranks"),
         pytest.param(torchrun(2), ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards"),
-        pytest.param(torchrun(2), ["full", "beside"], signal.SIGKILL, marks=pytest.mark.slow, id="shards beside"),
         pytest.param(torchrun(4), ["2"], signal.SIGKILL, marks=pytest.mark.slow, id="shards that are replicated"),
         pytest.param(ACCELERATE, ["full"], signal.SIGKILL, marks=pytest.mark.slow, id="shards, accelerate launch"),
     ],

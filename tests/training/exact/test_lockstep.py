@@ -149,7 +149,7 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
     if not run.is_bitwise:
         layout = BatchLayout.of(run.global_batch_size, None, accelerator.num_processes)
     batches = GlobalBatches(accelerator, Images(), order=order, layout=layout, num_steps=NUM_STEPS, seed=3)
-    losses = StepLosses(accelerator, order, skips=0, exact=run.is_bitwise)
+    losses = StepLosses(accelerator, order, exact=run.is_bitwise)
     outcome = Outcome()
     if run.is_bitwise:
         outcome.planned = planned(accelerator, bare, model, batches, run, optim)

@@ -39,7 +39,7 @@ from memsave_recipes.training.exact.reduction_tree import (
     parent,
 )
 from memsave_recipes.training.exact.tree_sum import TreeSum
-from memsave_recipes.training.optimizers import NonFiniteGuard, StepLosses, clip_gradients, make_optimizer
+from memsave_recipes.training.optimizers import StepLosses, clip_gradients, make_optimizer
 
 GLOBAL_BATCH_SIZE, NUM_STEPS = 24, 7
 VOCABULARY, LENGTH = 32, 12
@@ -216,7 +216,6 @@ class Run:
     dtype: torch.dtype = torch.float32
     autocasts: bool = False
     layout: type[BatchLayout] = IndexedLayout
-    bad_step: int | None = None
     alone_in_ddp: bool = False
 
 
@@ -228,7 +227,6 @@ class Outcome:
     optimizer: dict[Any, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    skipped_steps: int = 0
 
 
 def make_model(run: Run) -> nn.Module:
@@ -264,23 +262,18 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
         seed=3,
         count_valid=lambda batch: (batch["labels"][:, 1:] != IGNORED_LABEL).sum(),
     )
-    guard = NonFiniteGuard(accelerator, model, optimizer, skips=1)
-    losses = StepLosses(accelerator, order, skips=1, exact=run.layout is IndexedLayout)
+    losses = StepLosses(accelerator, order, exact=run.layout is IndexedLayout)
     outcome = Outcome()
     for batch in batches:
-        for number, micro_batch in enumerate(batch.forwards(model)):
+        for micro_batch in batch.forwards(model):
             loss = loss_of(model, run, micro_batch)
-            is_bad = batch.step == run.bad_step and accelerator.is_main_process and number == 0
-            loss_sum = loss * float("nan") if is_bad else loss
-            batch.accelerator.backward(loss_sum, gradient=batch.share_of(loss_sum))
+            batch.accelerator.backward(loss, gradient=batch.share_of(loss))
         norm = clip_gradients(optim, accelerator, model)
-        if guard.should_step(batch, norm):
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         losses.add(batch, norm)
         outcome.norms.append(norm.item())
     outcome.losses = losses.state_dict()["losses"]
-    outcome.skipped_steps = losses.skipped_steps
     outcome.weights = {name: tensor.detach().clone() for name, tensor in bare.state_dict().items()}
     outcome.optimizer = optimizer.state_dict()["state"]
     return outcome
@@ -350,13 +343,6 @@ def test_ddp_on_one_rank_changes_no_bit(trained: Train) -> None:
 def test_without_the_flag_they_differ(trained: Train) -> None:
     usual = Run(layout=BatchLayout)
     assert "losses" in differences(trained(usual, 3), trained(usual, 1))
-
-
-def test_a_step_that_is_not_finite_is_left_out_alike(trained: Train) -> None:
-    run = Run(bad_step=2)
-    outcome = trained(run, 3)
-    assert outcome.skipped_steps == trained(run, 1).skipped_steps == 1
-    assert differences(outcome, trained(run, 1)) == []
 
 
 def evaluate(accelerator: Accelerator) -> dict[str, float]:

@@ -203,7 +203,7 @@ def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, pro
     codes, printed = run_trial(ends_of, program, tmp_path, LIMIT_S, program is not stopped)
     assert codes == [LOST, None if program is stopped else LOST]
     assert printed == [
-        f"\nerror: for more than 0.05 minutes (--collective_timeout_minutes) rank 1 of 2 {how}: ended in the "
+        f"\nerror: for more than 0.05 minutes rank 1 of 2 {how}: ended in the "
         "middle of a step; the last checkpoint is as it was, go on with --resume\n",
         "",
     ]

@@ -101,9 +101,9 @@ def kill_and_finish(run: Run, chance: random.Random, seconds: float) -> int:
 def killed_life(run: Run, chance: random.Random, seconds: float) -> list[int | None]:
     """A life with a kill, at a named point or at a random time, of one rank or of all."""
     victims = chance.choice([[rank] for rank in range(run.world)] + [list(range(run.world))])
-    if run.shard != "none" or run.beside:
+    if run.shard != "none":
         nth, share = chance.randint(1, SAVES_OF_A_LIFE), chance.random()
-        return Life(run, partial(prepare_to_die_saving, victims, nth, share, run.beside)).end()
+        return Life(run, partial(prepare_to_die_saving, victims, nth, share)).end()
     if chance.random() < 0.5:
         point = chance.choice(list(POINTS))
         rank = 0 if point in OF_RANK_0 else victims[0]
@@ -123,7 +123,7 @@ def prepare(broken: str, strike: tuple[int, bool, str, bool, int] | None, rank: 
         arm(*strike[1:])
 
 
-def prepare_to_die_saving(victims: list[int], nth: int, share: float, beside: bool, rank: int) -> None:
+def prepare_to_die_saving(victims: list[int], nth: int, share: float, rank: int) -> None:
     """Let the first victim end itself, or its whole group, in its n-th save, when a share of that has passed."""
     if rank != victims[0]:
         return
@@ -137,9 +137,9 @@ def prepare_to_die_saving(victims: list[int], nth: int, share: float, beside: bo
         if calls == nth:
             threading.Timer(share * seconds, _die, [len(victims) > 1]).start()
         written = write(*args, **options)
-        if calls == nth and not beside:  # it was done sooner than the one before
+        if calls == nth:  # it was done sooner than the one before
             _die(len(victims) > 1)
-        seconds = FIRST_SAVE_S if beside else time.monotonic() - began
+        seconds = time.monotonic() - began
         return written
 
     CHECKPOINTS.saver.Checkpoints._written = write_and_die

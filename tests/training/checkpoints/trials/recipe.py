@@ -29,7 +29,7 @@ def train_recipe(run: Run, log: Log) -> dict[str, Any]:
     _log_steps(log)
     _take_few_digits()
     folder = run.folder / "run"
-    saving = ["--save_every", str(run.every_steps), "--keep_checkpoints", str(run.keep)] if run.every_steps else []
+    saving = ["--save_every", str(run.every_steps)] if run.every_steps else []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         results = image_classification.main([*FLAGS, *saving, "--resume", "--output_dir", str(folder)])
     weights = hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()

@@ -39,7 +39,6 @@ class Run:
         folder: its output folder; the checkpoints are in ``checkpoints/`` there.
         recipe: whether the image recipe trains, and not the loop of this module.
         shard: as the flag.
-        beside: whether saves are written beside the training.
         broken: the defect that it has, see ``trials/broken.py``.
         step_s: sleeps so long in each step.
     """
@@ -47,11 +46,9 @@ class Run:
     folder: Path
     recipe: bool = False
     shard: str = "none"
-    beside: bool = False
     world: int = 1
     workers: int = 0
     every_steps: int | None = 2
-    keep: int = 2
     global_batch_size: int = 8
     with_signals: bool = False
     broken: str = ""
@@ -131,10 +128,8 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
         TrainState(accelerator, model, optimizer, scheduler),
         order=order,
         layout=layout,
-        keep=run.keep,
         every_steps=run.every_steps,
         signals=StopSignals() if run.with_signals else None,
-        async_save=run.beside,
     )
     resumed = checkpoints.resume()
     first_step = resumed.step if resumed else 0
@@ -158,7 +153,6 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
         ids = [index for micro_batch in batch.micro_batches for index in micro_batch["index"].tolist() if index >= 0]
         log.write(step=batch.step, loss=float(batch.loss).hex(), lr=learning_rate, ids=ids, **seen)
         checkpoints.after_step(batch.step + 1, seen.copy)
-    checkpoints.finish_writing()
     state = {**optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     # The running statistics of a BatchNorm are rank 0's: DDP gives them to the others before they are used.
     weights = bare.state_dict() if accelerator.is_main_process else dict(bare.named_parameters())
