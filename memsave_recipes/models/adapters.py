@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -67,7 +67,7 @@ class LoraArguments:
     )
     load_in_4bit: bool = option(False, "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)")
     lora_entries: dict[str, Any] | None = field(
-        default=None, init=False, metadata={RULES: Rules(file_of="--lora_config")}
+        default=None, metadata={RULES: Rules(file_of="--lora_config")}
     )
 
     def __post_init__(self) -> None:

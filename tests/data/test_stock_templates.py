@@ -187,7 +187,7 @@ def test_wherever_a_row_ends_a_long_conversation_ends_with_a_whole_reply(name):
     tokens = tokenize_conversations(chats, tokenizer)
     num_cut = 0
     for block_size in range(int(tokens.lengths.min()), int(tokens.lengths.max()), 16):
-        lengths = tokens.lengths_within(block_size, "drop", "training")
+        lengths = tokens.lengths_within(block_size, "training")
         for number in np.flatnonzero((lengths > 0) & (lengths < tokens.lengths)):
             piece, end = tokens.pieces[int(number)], int(lengths[number])
             assert end <= block_size

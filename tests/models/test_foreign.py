@@ -39,7 +39,7 @@ def test_a_users_mistake_is_one_printable_line() -> None:
 
 def test_a_name_with_a_line_end_does_not_hide_what_a_data_worker_says() -> None:
     where = "Caught InputError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  ..."
-    error = InputError(f"{where}\nmemsave_recipes.errors.InputError: the image a\nb.png is broken: remove it")
+    error = InputError(f"{where}\nmemsave_recipes.core.errors.InputError: the image a\nb.png is broken: remove it")
     assert error.one_line == "the image a b.png is broken: remove it"
 
 

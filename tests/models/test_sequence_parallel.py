@@ -96,6 +96,7 @@ def under_plans(group):
 def saved_share(group):
     """What a rank saves for the backward, as a part of what whole rows save."""
     model, num_bytes = adopted(group, "llama", num_key_value_heads=2), []
+    del vars(model)["sequence_group"]  # of whole rows, too
     for module in (CausalLMLoss(model), CausalLMLoss(model, sequence_group=group)):
         with SavedTensors(model) as saved:
             module(**packed())

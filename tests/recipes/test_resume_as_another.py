@@ -106,9 +106,9 @@ def test_other_entries_in_the_file_of_adapters_are_refused(train, stopped_at_6, 
 def test_flags_of_an_earlier_version_may_have_the_value_that_is_left():
     now = {"lr_scheduler_type": "linear", "text_column": ["body"]}
     earlier = now | {"text_column": "body", "too_long": "drop", "prompt": "a", "lora_target_modules": ["all-linear"]}
-    assert check_same_flags(earlier, now) == []
+    assert check_same_flags(earlier, now, {}) == []
     with pytest.raises(InputError, match="was started with --too_long truncate, which this version does not have"):
-        check_same_flags(earlier | {"too_long": "truncate"}, now)
+        check_same_flags(earlier | {"too_long": "truncate"}, now, {})
 
 
 @pytest.mark.parametrize("case", OTHER_RUNS)
