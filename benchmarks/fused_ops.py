@@ -31,12 +31,13 @@ from memsave_recipes.core.costs.fake_step import bytes_moved
 from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.repeats import Repeats
 from memsave_recipes.core.costs.targets import find_target
-from memsave_recipes.core.planner.task import Estimates, Launch, read_task
+from memsave_recipes.core.planner.task import Estimates, Launch
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.models.fused_ops import FusedOps, fused_in
 from memsave_recipes.tools.cli.flags import recipe_path
 from memsave_recipes.tools.fit.ladder import find_subject
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 QUICK = ("GPT-2", "Llama 3.2 1B", "Gemma 3 1B", "ResNet-50")
 COUNTS = ("num_hidden_layers", "n_layer")

@@ -52,10 +52,11 @@ from memsave_recipes.core.costs.repeats import Repeats
 from memsave_recipes.core.costs.step_trace import StepTrace
 from memsave_recipes.core.costs.targets import Target, find_target
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.planner.task import Estimates, Launch, Task, read_task
+from memsave_recipes.core.planner.task import Estimates, Launch, Task
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.tools.fit.ladder import find_subject
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 OWN, TRITON, STEPS = (harness.RESULTS / f"{name}.json" for name in ("mfu", "triton_kernels", "step_counts"))
 CARD = "h100"

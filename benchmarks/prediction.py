@@ -38,9 +38,10 @@ from memsave_recipes.core.planner.budget import (
     plans_to_measure,
     static_memory_of,
 )
-from memsave_recipes.core.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload, read_task
+from memsave_recipes.core.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
 from memsave_recipes.core.plans import Action, Plan, Span
 from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 COLUMNS = ("model", "precision", "optimizer", "strategy", "predicted_bytes", "real_bytes")
 

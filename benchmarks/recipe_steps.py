@@ -11,8 +11,9 @@ from models import RECIPES
 from torch import Tensor, nn
 
 from memsave_recipes.core.costs.breakdown import break_down_peak
-from memsave_recipes.core.planner.task import Task, read_task
+from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.training.launch.start import Accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
 

@@ -49,11 +49,12 @@ from torch.utils import collect_env
 from tqdm import tqdm
 
 from memsave_recipes.core.activations import apply_plan, plan_blocks
-from memsave_recipes.core.costs.memory import SavedTensors, read_device_memory, resident_bytes
+from memsave_recipes.core.costs.memory import SavedTensors, resident_bytes
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.memory_watch import read_device_memory
 
 ON_ACCELERATOR = {"image_size": 224, "batch_size": 64, "rounds": 5, "warmup_steps": 3, "steps": 10}
 QUICK: dict[str, Any] = {"model": "vgg_small", "image_size": 32, "batch_size": 4, "rounds": 1, "steps": 1}

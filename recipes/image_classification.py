@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.losses import LabelLoss
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
 from memsave_recipes.models.image_classifiers import (
@@ -33,6 +32,7 @@ from memsave_recipes.models.image_classifiers import (
     normalization,
     train_part_of_images,
 )
+from memsave_recipes.models.labels import LabelLoss
 from memsave_recipes.models.saved import save_image_classifier
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments
 from memsave_recipes.run.recipe import (

@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.losses import LabelLoss
 from memsave_recipes.data.text.labelled_rows import LabelledRowArguments, check_model, load_labelled_rows
+from memsave_recipes.models.labels import LabelLoss
 from memsave_recipes.models.pretrained import (
     TransformerArguments,
     build_text_classifier,

@@ -12,16 +12,17 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("core", "models", "data", "integrations", "training", "tools", "run")
 """Each imports those before it."""
 CORE = (
-    *("text", "errors", "libraries", "processes", "progress", "losses"),  # modules
+    *("text", "errors", "processes", "progress", "losses"),  # modules
     *("plans", "activations", "sharding", "costs", "host", "step", "proof", "planner"),
 )
 """The parts of the core, each of which imports those before it."""
 OUTSIDE = {
-    "core": {"torch", "numpy", "psutil", "pynvml", "tqdm", "bitsandbytes"},
+    "core": {"torch", "numpy", "psutil", "pynvml", "tqdm"},
     "models": {"torch", "safetensors", "transformers", "peft", "liger_kernel", "huggingface_hub", "datasets", "yaml"},
     "data": {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     "integrations": {"torch", "transformers", "lightning"},
     "training": {
+        "bitsandbytes",
         *("torch", "accelerate", "transformers", "yaml", "psutil", "datasets", "evaluate", "scipy", "sklearn"),
         *("huggingface_hub", "safetensors", "filelock"),
     },
@@ -29,14 +30,14 @@ OUTSIDE = {
         *("torch", "transformers", "PIL", "psutil", "wandb", "wandb_workspaces"),
         *("jinja2", "matplotlib", "rich"),
     },
-    "run": {"torch", "accelerate", "wandb", "trackio", "huggingface_hub", "jinja2", "safetensors"},
+    "run": {"torch", "psutil", "accelerate", "wandb", "trackio", "huggingface_hub", "jinja2", "safetensors"},
     "recipes": {"safetensors", "torch", "transformers"},
 }
 """Packages from outside that a room may import."""
 ONLY_IN = {
     "tqdm": ("core/progress.py",),
     "pynvml": ("core/costs/memory.py",),
-    "bitsandbytes": ("core/step/eight_bit.py",),
+    "bitsandbytes": ("training/eight_bit.py",),
     "lightning": ("integrations/lightning_callback.py",),
     "wandb": ("run/trackers.py", "tools/wandb_workspace.py"),
     "wandb_workspaces": ("tools/wandb_workspace.py",),

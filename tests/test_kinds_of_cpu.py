@@ -25,7 +25,7 @@ KINDS = {
 }
 PEAK = "core/costs/test_block_costs.py::test_predicted_peaks_are_those_that_are_measured[bf16-vit]"
 EQUALITY = "core/activations/test_equal_to_plain.py::test_every_strategy_with_every_k[vit-bf16]"
-MUON = "core/step/test_update_rules.py::test_its_memory_is_predicted"
+MUON = "training/test_update_rules.py::test_its_memory_is_predicted"
 RESUMED = [
     f"recipes/test_resume.py::test_{one}" for one in ("killed_and_resumed", "every_recipe[all-text_classification]")
 ]

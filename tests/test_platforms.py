@@ -62,9 +62,9 @@ def test_the_stand_in_refuses_float64_as_apples_gpus_do(on_devices):
 
 
 def test_what_is_refused_on_an_apple_gpu():
-    with pytest.raises(InputError, match="--dtype float64 does not work on an Apple GPU"):
+    with pytest.raises(InputError, match="dtype float64 does not work on an Apple GPU"):
         place(nn.Linear(1, 1).double(), MPS)
-    with pytest.raises(InputError, match="leave out --offload_optimizer, --stream_weights"):
+    with pytest.raises(InputError, match="leave out offload_optimizer, stream_weights"):
         SideStream(MPS)
     with pytest.raises(InputError, match="--batchnorm sync"):
         synchronize_batchnorm(nn.BatchNorm2d(1), MPS)

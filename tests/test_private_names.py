@@ -63,7 +63,6 @@ IMPORTED = frozenset(
         "torch._C._are_functorch_transforms_active",
         "torch.autograd.Variable._execution_engine",
         "torch.autograd.forward_ad._current_level",
-        "torch.cuda.memory._dump_snapshot",
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._resolve_process_group",
         "torch.distributed.distributed_c10d._world",

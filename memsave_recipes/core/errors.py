@@ -3,7 +3,7 @@
 The message names the input, the rule it broke and what to change, for example
 ``--global_batch_size 4 is smaller than the 8 ranks: raise it to at least 8 or launch fewer processes``.
 Any other exception is a defect of this package and keeps its traceback. A function that users' scripts call as well
-names the argument: ``strategy segments:99: K in ...``; recipes and commands print the flag in its place.
+names the parameter: ``strategy segments:99: K in ...``; recipes and commands print the flag in its place.
 """
 
 import os
@@ -18,16 +18,8 @@ from typing import Any, Literal
 
 from memsave_recipes.core.text import printable
 
-BUDGET_FLAG = "--memory_budget_gib"
-FLAGS = {
-    "strategy": "--activation_checkpointing",
-    "batchnorm": "--batchnorm",
-    "budget_gib": BUDGET_FLAG,
-    "target": "--target",
-    "target_memory_gib": "--target_memory",
-}
-"""The arguments that begin the message of a library function, and the flags of recipes and commands for them."""
-ARGUMENT = re.compile(rf"\A({'|'.join(FLAGS)})(?=[ :])")
+PARAMETERS: dict[str, str] = {}
+"""The parameters that messages name, and their flags: where there are flags, ``training/arguments.py`` says them."""
 
 
 class InputError(ValueError):
@@ -40,12 +32,24 @@ class InputError(ValueError):
         if self.found_by_one_rank:
             message = message.rpartition(f"{type(self).__module__}.{type(self).__name__}: ")[2]
         line = " ".join(message.strip().splitlines())
-        return printable(ARGUMENT.sub(lambda found: FLAGS[found[1]], line))
+        return printable(with_flags(line))
 
     @property
     def found_by_one_rank(self) -> bool:
         """Whether it comes from a data worker of one rank, so that the other ranks know nothing of it."""
         return str(self).startswith("Caught ")
+
+
+def with_flags(line: str) -> str:
+    """Put flags for parameters: for any at the beginning of a line, and for those with a ``_`` in their names.
+
+    A line that begins with a flag knows the flags already.
+    """
+    if line.startswith("--") or not PARAMETERS:
+        return line
+    names = [name for name in PARAMETERS if "_" in name]
+    pattern = rf"\A(?:{'|'.join(PARAMETERS)})(?=[ :,])|(?<![-\w])(?:{'|'.join(names)})(?!\w)"
+    return re.sub(pattern, lambda found: PARAMETERS[found[0]], line)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,49 +1,25 @@
 """Losses: of labelled samples, and of a language model's head in chunks of rows, without the full logits.
 
-NOTE [ the gradient in the forward ]
-    1. For each chunk of rows the forward computes the logits, the loss, and the gradient of the logits,
-       ``p - onehot(label)`` (``p`` is the softmax). It multiplies this into the gradients of the hidden states and of
-       the head. Then the next chunk takes its place. Checkpointing each chunk would multiply by the head a fourth time.
-    2. The backward only multiplies by the factor that comes from above, in place. A second backward through a retained
-       graph finds those gradients used up and computes them again.
-    3. Gradients are summed over the chunks in float32, and rounded to bfloat16 once, after the factor: sums in bfloat16
-       would lose what every chunk adds. So a bfloat16 head that trains needs 4 more bytes per weight until then.
-    4. Rows with the label -100 are computed like all others. To drop them the host would have to wait for the device,
-       and fake tensors and compiled graphs do not know how many there are. If many rows are ignored, select the valid
-       rows before the call.
-    5. Between its matrix products a chunk passes over its logits about eight times. If it is compiled (``_fused``), it
-       reads the logits two or three times and writes their gradient once, and rounds at other places.
+The gradient is made in the forward, as in Liger Kernel's fused linear cross-entropy, there with Triton kernels
+(https://arxiv.org/abs/2410.10989). Limits: no second derivative; the head is one whole tensor, not quantized, and
+gathered where it is in shards.
 
-NOTE [ padded words ]
-    1. Tensor cores take rows of 16 bytes, so an odd vocabulary sends all three products to slower kernels. On CUDA in
-       half precision the head's copy has a multiple of ``WORDS`` rows, the last ones zero. The parameter keeps its
-       shape, and so do its optimizer state and what is saved.
-    2. Logits of the padding are -inf, so the softmax of the others and their gradients are as without it, and its own
-       gradients are exactly 0. The head's gradient is the first V rows of a tensor of padded size.
-
-NOTE [ tied weights ]
-    1. If the head is also the embedding, autograd makes two gradients, (V, D) each, before it adds them. Inside
-       ``tied_gradient`` the loss keeps the head's. The backward of the lookup comes last: it adds its rows to this
-       gradient in float32 and gives autograd the sum.
-    2. If the hidden states do not depend on the lookup, it has no backward: the loss gives its gradient to autograd.
-
-The first idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
-kernels. Limits: no second derivative; the head is one whole tensor, not quantized, and gathered where it is in shards.
+Notes: ``docs/design/losses.md``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, nan
-from typing import Any, Final, Literal, NamedTuple
+from math import ceil
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.overrides import TorchFunctionMode
 
 from memsave_recipes.core.text import MIB
 
@@ -51,75 +27,6 @@ WORDS = 64
 """A multiple of it has the head in products of half precision: 128 bytes, a line of the cache."""
 
 IGNORED_LABEL = -100  # of what does not count, as everywhere in torch and transformers
-ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]  # as transformers'
-SINGLE: Final = "single_label_classification"
-MULTI: Final = "multi_label_classification"
-REGRESSION: Final = "regression"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelLoss:
-    """The loss of labelled samples by their ``problem_type``, as transformers' models compute it.
-
-    | problem_type | labels | loss of a sample |
-    | --- | --- | --- |
-    | single_label_classification | int64 (B,), -100: does not count; or shares (B, C) | cross-entropy |
-    | multi_label_classification | floating (B, C), 1 for each class it has | mean binary cross-entropy of the classes |
-    | regression | floating (B,) | squared error |
-
-    Floating labels that do not count are NaN.
-
-    Args:
-        label_smoothing, class_weights: those of ``F.cross_entropy``. The weighted mean of a batch is the sum of its
-            losses by the sum of ``class_weights[label]``.
-    """
-
-    problem_type: ProblemType = SINGLE
-    label_smoothing: float = 0.0
-    class_weights: tuple[float, ...] | None = None
-
-    def sum_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Sum the losses of a micro-batch with logits (B, C); a scalar in their dtype."""
-        return _sum_of_labels(logits, labels, self)
-
-    def weights_of(self, labels: Sequence[int]) -> list[float] | None:
-        """Return the weights of samples in their mean; ``None`` where all count alike."""
-        return None if self.class_weights is None else [self.class_weights[label] for label in labels]
-
-    def labels_for(self, num_samples: int, num_labels: int) -> Tensor:
-        """Make labels without values, on the device ``meta``."""
-        shape = (num_samples, num_labels) if self.problem_type == MULTI else (num_samples,)
-        dtype = torch.int64 if self.problem_type == SINGLE else torch.float32
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-
-@wrap_torch_function(lambda logits, labels, loss: (logits, labels))  # of a wrapper tensor: for each inner one
-def _sum_of_labels(logits: Tensor, labels: Tensor, loss: LabelLoss) -> Tensor:
-    if loss.problem_type == SINGLE and not labels.is_floating_point():
-        weight = None
-        if loss.class_weights is not None:  # so few bytes that the host does not wait; a copy is seen by estimates
-            weight = torch.tensor(loss.class_weights, dtype=logits.dtype)
-            weight = weight.to(logits.device, non_blocking=True, copy=True)
-        return F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=loss.label_smoothing)
-    counted, targets = ~labels.isnan(), labels.nan_to_num().to(logits.dtype)
-    if loss.problem_type == SINGLE:
-        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=loss.label_smoothing)
-        return losses.where(counted.all(-1), 0).sum()
-    if loss.problem_type == MULTI:
-        weight = counted.to(logits.dtype)
-        summed = F.binary_cross_entropy_with_logits(logits, targets, weight=weight, reduction="sum")
-        return summed / logits.shape[-1]
-    errors = F.mse_loss(logits.squeeze(-1), targets, reduction="none")
-    return errors.where(counted, 0).sum()
-
-
-def label_of(label: Any, num_labels: int, *, counted: bool) -> Any:
-    """Return the label of a sample, as ``LabelLoss`` takes it in a batch, of a class, a list of classes or a number."""
-    if isinstance(label, list):
-        return [float(index in label) if counted else nan for index in range(num_labels)]
-    if isinstance(label, float):
-        return label if counted else nan
-    return label if counted else IGNORED_LABEL
 
 
 def default_chunk_bytes(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -66,9 +66,7 @@ class LoraArguments:
         resume="place",
     )
     load_in_4bit: bool = option(False, "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)")
-    lora_entries: dict[str, Any] | None = field(
-        default=None, metadata={RULES: Rules(file_of="--lora_config")}
-    )
+    lora_entries: dict[str, Any] | None = field(default=None, metadata={RULES: Rules(file_of="--lora_config")})
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -336,10 +334,3 @@ def names_in_random_base(model: Any) -> dict[str, str]:
     own = [name for name in model.state_dict() if not re.search(r"\.(lora_\w+|modules_to_save)\.", name)]
     prefix = "base_model.model."
     return {name: re.sub(r"\.(base_layer|original_module)(?=\.)", "", name).removeprefix(prefix) for name in own}
-
-
-def added_by_lora(model: nn.Module, rank: int, *, is_classifier: bool) -> list[Tensor]:
-    """Return tensors of the sizes that ``--lora`` adds: adapters on meta, and a classifier's head, which is copied."""
-    head = outside_the_backbone(model) if is_classifier else set()
-    sizes = [(one.weight[0].numel(), len(one.weight)) for one in _adaptable(model, head).values()]
-    return [*head, *(torch.empty(rank, side, device="meta") for sides in sizes for side in sides)]

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memsave_recipes.core.losses import SINGLE, ProblemType
 from memsave_recipes.core.text import read_json, sanitized
+from memsave_recipes.models.labels import SINGLE, ProblemType
 
 POOL = "pool"
 CONVOLUTIONS: dict[str, list[int | str]] = {

@@ -35,11 +35,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError, option
-from memsave_recipes.core.losses import REGRESSION, SINGLE, ProblemType
 from memsave_recipes.core.text import first_of, printable, read_json, sanitized
 from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.fused_ops import FusedOps, fuse_operators
 from memsave_recipes.models.hub import ask_hub_for, folder_of, reason
+from memsave_recipes.models.labels import REGRESSION, SINGLE, ProblemType
 from memsave_recipes.models.slices import ON_META, WholeOnly, leave_in_files, made_whole, mark_as_read
 
 LOADING_ERRORS = (

@@ -41,11 +41,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.losses import SINGLE, ProblemType
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import CONFIG, ConvnetConfig
 from memsave_recipes.models.hub import ask_hub_for, loading_by_name, open_tokenizer
 from memsave_recipes.models.image_classifiers import GREY_BITS, MODELS, load_saved_convnet, read_convnet, read_grey_bits
+from memsave_recipes.models.labels import SINGLE, ProblemType
 from memsave_recipes.models.pretrained import (
     LABELS,
     LOADING_ERRORS,

@@ -15,7 +15,6 @@ from memsave_recipes.core.costs.preserve_state import preserve_state
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.step import masters_of, scale_on_host
 from memsave_recipes.core.planner.budget import can_compile
-from memsave_recipes.core.planner.search import reduction_line
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding import ShardGroups, shard
@@ -30,6 +29,7 @@ from memsave_recipes.run.joined import JoinedRun
 from memsave_recipes.run.run_plan import RunPlan, choose_by_estimates, host_budget_of, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.run.verification import settle_kernels, verify_plan
+from memsave_recipes.tools.fit.advice import reduction_line
 from memsave_recipes.training.arguments import REGIONS
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.distributed import on_main_process

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from memsave_recipes.core.costs.memory import is_out_of_memory
+import torch
+
+from memsave_recipes.core.costs.memory import is_out_of_memory, read_device_use
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.planner.task import Launch, Task
 from memsave_recipes.core.processes import silence_c10
 from memsave_recipes.core.text import first_line
-from memsave_recipes.run.out_of_memory import planned_advice
 from memsave_recipes.run.verification import VerificationFailed
+from memsave_recipes.tools.fit.advice import advice
 from memsave_recipes.training.checkpoints import StoppedBySignal
 from memsave_recipes.training.launch.processes import (
     LOST,
@@ -107,6 +109,21 @@ def _advice(task: Callable[[], Task]) -> str:
         return planned_advice(task)
     except Exception as error:  # the page has been printed, and the exit code matters more than advice
         return f"memsave plan could not say what would fit: {' '.join(str(error).split())}"
+
+
+def planned_advice(task: Callable[[], Task]) -> str:
+    """Return a line with the flags of the fastest configuration that is predicted to fit, and in less than the failed.
+
+    Args:
+        task: the recipe's, under the flags of the run that failed.
+
+    Raises:
+        InputError: the recipe cannot be estimated with these flags.
+    """
+    launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    memory_bytes = launch.target.memory_bytes - read_device_use(device).others_bytes
+    return advice(task(), launch, memory_bytes, less_than_now=True)
 
 
 def _is_rank_0() -> bool:

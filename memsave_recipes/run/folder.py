@@ -7,7 +7,7 @@ full disk costs nothing: ``--resume`` writes the rest.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -20,7 +20,6 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from memsave_recipes.core.activations.blocks import Block, Layer
 from memsave_recipes.core.errors import InputError, rules_of
 from memsave_recipes.core.sharding import gathered, is_sharded
 from memsave_recipes.core.step.batch_layout import BatchLayout
@@ -80,7 +79,6 @@ def begin_run(
     work: str,
     flags: dict[str, Any],
     planned: RunPlan,
-    blocks: Sequence[Block | Layer] = (),
     layout: BatchLayout,
     resumed: Resumed | None = None,
 ) -> RunSettings:
@@ -125,7 +123,7 @@ def begin_run(
         first_step=resumed.step + 1 if resumed else 1,
     )
     start_trackers(accelerator, labels)
-    return RunSettings(folder=folder, name=name, flags=flags, planned=planned, blocks=blocks)
+    return RunSettings(folder=folder, name=name, flags=flags, planned=planned)
 
 
 def earlier_names(earlier: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -5,49 +5,33 @@ compiles, the memory of compiling counts in no figure. The second one is recorde
 optimizer's state is there, so its peak is that of every later step. On a CPU, which has no allocator statistics, that
 is the peak of the run. The clock starts after it. ``docs/measuring.md`` says more.
 
-The page says what filled the memory, and which flags free how much. It allocates nothing on the full device: it uses
-earlier measurements and the shapes of existing tensors.
+The page says what filled the memory. It allocates nothing on the full device: it uses earlier measurements and the
+shapes of existing tensors. The planner's advice follows it (``failures.py``).
 """
 
+import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from memsave_recipes.core.activations.blocks import Block, Layer
 from memsave_recipes.core.costs.breakdown import MemoryBreakdown, break_down_peak, persistent_tensors
-from memsave_recipes.core.costs.memory import (
-    ForwardMeter,
-    is_out_of_memory,
-    peak_rss_bytes,
-    read_device_memory,
-    read_device_use,
-    rss_bytes,
-    write_snapshot,
-)
+from memsave_recipes.core.costs.memory import SavedTensors, is_out_of_memory, read_device_use
 from memsave_recipes.core.plans import plan_for
-from memsave_recipes.core.sharding import is_sharded
 from memsave_recipes.core.step.batch_layout import SampleOrder
 from memsave_recipes.core.text import format_bytes, spaced, to_gib
 from memsave_recipes.run.run_plan import RunPlan
-from memsave_recipes.tools.fit.savings import Saving, Setup, savings_of
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.start import device_name
 
 UNPLANNED = RunPlan(plan_for("none", ()))
-VIEWER = "https://pytorch.org/memory_viz"
-HEADLINE_OF_SAVINGS = "what to change, how much it can free at the peak of a step, and the loss curve then:"
-NO_SAVINGS_IN_SHARDS = (
-    "what to change: a smaller --micro_batch_size, --activation_checkpointing full, or more ranks; how much that frees "
-    "is not computed for weights in shards"
-)
-
-
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
 BREAKDOWN = "breakdown of "
 
@@ -58,19 +42,89 @@ class RunSettings:
 
     Args:
         flags: all flags of the recipe, with their values.
-        blocks: those of its plan.
         name: in dashboards.
     """
 
     folder: Path
     flags: dict[str, Any]
     planned: RunPlan = UNPLANNED
-    blocks: Sequence[Block | Layer] = ()
     name: str = ""
 
-    def snapshot_path(self, rank: int) -> Path:
-        """Return the file for the allocator snapshot of a rank."""
-        return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
+
+def rss_bytes() -> int:
+    """Return the resident set size of this process."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_rss_bytes() -> int:
+    """Return the most that the resident set of this process has ever been."""
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes on one device: peaks of the allocator since the last reset, and what the driver has in use now.
+
+    Args:
+        num_alloc_retries: how often the allocator had to empty its cache and try again, since the process began.
+        num_ooms: how often it failed even so.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_used_bytes: int
+    num_alloc_retries: int
+    num_ooms: int
+
+
+def read_device_memory(device: torch.device) -> DeviceMemory:
+    """Read the figures of ``device`` now, without waiting for its queue; the allocator works ahead of it."""
+    statistics = torch.accelerator.memory_stats(device)
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    return DeviceMemory(
+        peak_allocated_bytes=statistics.get("allocated_bytes.all.peak", 0),
+        peak_reserved_bytes=statistics.get("reserved_bytes.all.peak", 0),
+        device_used_bytes=total_bytes - free_bytes,
+        num_alloc_retries=statistics.get("num_alloc_retries", 0),
+        num_ooms=statistics.get("num_ooms", 0),
+    )
+
+
+class ForwardMeter:
+    """Counts the bytes that the first forward of ``model`` inside its context saves for backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._saved = SavedTensors(model)
+        self._handles: list[Any] = []
+        self._counting = self._has_begun = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes saved so far."""
+        return self._saved.num_bytes
+
+    def __enter__(self) -> "ForwardMeter":
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin, prepend=True),
+            self._model.register_forward_hook(self._stop, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        if not self._has_begun:
+            self._saved.__enter__()
+            self._counting = self._has_begun = True
+
+    def _stop(self, *_: Any) -> None:
+        if self._counting:
+            self._saved.__exit__(None, None, None)
+            self._counting = False
 
 
 class MemoryWatch:
@@ -78,7 +132,7 @@ class MemoryWatch:
 
     Args:
         model, optimizer: as prepared.
-        settings: without them the out-of-memory page names no flags.
+        settings: of the run.
         average: tensors that count as the optimizer's state.
     """
 
@@ -100,7 +154,7 @@ class MemoryWatch:
         self.average = average
         self.on_cpu = accelerator.device.type == "cpu"
         self.planned = self.settings.planned
-        self.forward_meter = ForwardMeter(model, self.settings.blocks)
+        self.forward_meter = ForwardMeter(model)
         self.breakdown: MemoryBreakdown | None = None
         self.figures: dict[str, int] = {}  # the largest so far, in bytes
         if not self.on_cpu:
@@ -218,15 +272,10 @@ def largest_in_gib(of_ranks: dict[str, list[float]]) -> dict[str, float]:
 
 def page_of(watch: MemoryWatch, step: int, error: RuntimeError) -> str:
     """Return the page of a step, counted from 0, that ran out of memory."""
-    accelerator, parts, savings = watch.accelerator, _parts(watch), _savings(watch)
+    accelerator, parts = watch.accelerator, _parts(watch)
     held_bytes = read_device_use(accelerator.device).others_bytes
-    rows = [(name, format_bytes(size), "") for name, size in parts.items()]
-    rows.append(("together", format_bytes(sum(parts.values())), ""))
-    advice = [
-        (one.flags, "not known" if one.freed_bytes is None else format_bytes(one.freed_bytes), one.curve)
-        for one in savings
-    ]
-    width = max(len(name) for name, _, _ in [*rows, *advice])
+    parts["together"] = sum(parts.values())
+    width = max(map(len, parts))
     where = f"rank {accelerator.process_index} of {accelerator.num_processes} ({device_name(accelerator.device)})"
     when = "as far as it had come" if watch.breakdown is None else "at the peak of an earlier step, measured"
     return "\n".join(
@@ -235,10 +284,7 @@ def page_of(watch: MemoryWatch, step: int, error: RuntimeError) -> str:
             f"  {str(error).strip().splitlines()[0]}",
             *([f"  other processes hold {format_bytes(held_bytes)} of this device"] if held_bytes else []),
             f"what filled it, {when}:",
-            *_table(rows, width),
-            NO_SAVINGS_IN_SHARDS if is_sharded(watch.model) else HEADLINE_OF_SAVINGS,
-            *_table(advice, width),
-            snapshot_line(watch),
+            *(f"  {name:<{width}}  {format_bytes(size):>9}" for name, size in parts.items()),
         ]
     )
 
@@ -253,38 +299,3 @@ def _parts(watch: MemoryWatch) -> dict[str, int]:
         return {**parts, "saved for the backward": watch.forward_meter.num_bytes}
     peak = torch.accelerator.max_memory_allocated(watch.accelerator.device)
     return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
-
-
-def _savings(watch: MemoryWatch) -> list[Saving]:
-    """Return the flags that would help, where that can be computed."""
-    if is_sharded(watch.model):
-        return []
-    measured, meter = watch.breakdown, watch.forward_meter
-    activations = meter.num_bytes if measured is None else measured.activations_bytes
-    return savings_of(
-        Setup(
-            flags=watch.settings.flags,
-            layout=watch.layout,
-            model=watch.model,
-            mixed_precision=watch.accelerator.mixed_precision,
-            activations_bytes=activations or None,  # 0: it ended before anything was saved
-            freed_by_recomputation_bytes=meter.freed_by_recomputation_bytes,
-            device_type=watch.accelerator.device.type,
-        )
-    )
-
-
-def snapshot_line(watch: MemoryWatch) -> str:
-    """Write the allocator snapshot of a CUDA device; return a sentence with its path, or why there is none."""
-    if watch.accelerator.device.type != "cuda":
-        return "no allocator snapshot: only CUDA devices have one"
-    path = watch.settings.snapshot_path(watch.accelerator.process_index)
-    try:
-        write_snapshot(path)
-    except (OSError, RuntimeError) as error:  # the page matters more
-        return f"no allocator snapshot: {error}"
-    return f"the allocator's state is in {path}: open it at {VIEWER}"
-
-
-def _table(rows: list[tuple[str, str, str]], width: int) -> list[str]:
-    return [f"  {name:<{width}}  {figure:>9}  {remark}".rstrip() for name, figure, remark in rows]

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.costs.preserve_state import freeing_gradients, preserve_state
-from memsave_recipes.core.costs.throughput import ModelFlops, StepClock, utilization_pct
+from memsave_recipes.core.costs.throughput import ModelFlops, utilization_pct
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.core.text import printable
+from memsave_recipes.run.clock import StepClock
 from memsave_recipes.run.memory_watch import MemoryWatch, RunSettings, largest_in_gib
 from memsave_recipes.run.trackers import sync_rows, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches

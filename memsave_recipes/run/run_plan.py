@@ -26,28 +26,20 @@ from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.activations.streaming import host_bytes
 from memsave_recipes.core.costs.memory import empty_cache, read_device_use
 from memsave_recipes.core.costs.targets import find_target, host_memory_rate, host_rate, target_of
-from memsave_recipes.core.errors import BUDGET_FLAG, InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
     overheads_of_device,
+    static_memory_of,
     usable_bytes,
     usable_host_bytes,
 )
-from memsave_recipes.core.planner.search import (
-    Candidate,
-    Choice,
-    HostUse,
-    SearchSpace,
-    reduction_line,
-    search,
-    search_space,
-)
+from memsave_recipes.core.planner.search import Candidate, Choice, Room, SearchSpace, search, search_space
 from memsave_recipes.core.planner.task import (
     Launch,
     Task,
     check_samples,
     choose_for_target,
-    fake_planned_model,
     layouts_of,
 )
 from memsave_recipes.core.planner.trial_step import MAX_TRIALS, with_smaller_ratio
@@ -56,12 +48,12 @@ from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.groups import NONE, ShardGroups
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.memory import optimizer_memory
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
-from memsave_recipes.tools.fit.savings import budget_too_small
+from memsave_recipes.tools.fit.advice import HostUse, budget_too_small, reduction_line
 from memsave_recipes.tools.pages.choice import show_choice
+from memsave_recipes.training.arguments import BUDGET_FLAG
 from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.processes import describe_busy_host
 
@@ -156,10 +148,9 @@ def host_budget_of(accelerator: Accelerator, task: Task, model: nn.Module, layou
 def _optimizer_on_host(task: Task, model: nn.Module, layout: BatchLayout, host_budget_bytes: int | None) -> HostUse:
     """Return what the optimizer and streamed weights take of the host."""
     groups = ShardGroups.of(task.run.shard, layout.num_processes)
-    num_ranks = None if groups is None else groups.size
-    accumulates = layout.forwards_per_step > 1
-    optimizer = optimizer_memory(task.optim, model, num_ranks=num_ranks, on_cpu=False, accumulates=accumulates)
-    return HostUse.beside_plans(optimizer.host_bytes + host_bytes(model), host_budget_bytes)
+    num_shards = None if groups is None else groups.size
+    static = static_memory_of(task.optim, model, layout, num_shards=num_shards, device_type="cuda")
+    return HostUse.beside_plans(static.host_bytes + host_bytes(model), host_budget_bytes)
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:
@@ -273,16 +264,25 @@ class _Planning:
         """Return the candidate to try next; ``ratios`` of compiled memory may be measured for it."""
         raise NotImplementedError
 
-    def chosen(self, choice: Choice, model: Callable[[], nn.Module]) -> Candidate:
+    @property
+    def launch(self) -> Launch:
+        """The devices of the run; one of unknown rates has those of an A100."""
+        device = self.accelerator.device
+        try:
+            target = find_target("cpu" if device.type == "cpu" else "cuda")
+        except InputError:
+            target = target_of(None, to_gib(read_device_use(device).total_bytes))
+        return Launch(
+            target=target,
+            num_processes=self.accelerator.num_processes,
+            mixed_precision=self.accelerator.mixed_precision.replace("fp8", "bf16"),
+            host_budget_bytes=usable_host_bytes(device),
+        )
+
+    def chosen(self, choice: Choice) -> Candidate:
         """Return the fastest candidate that fits, which the first rank shows with the others; refuse if none does."""
         if choice.chosen is None:
-            raise budget_too_small(
-                choice.smallest,
-                model(),
-                self.task,
-                mixed_precision=self.accelerator.mixed_precision,
-                device_type=self.accelerator.device.type,
-            )
+            raise budget_too_small(choice.smallest, self.task, lambda: self.launch)
         if self.accelerator.is_main_process:
             show_choice(choice)
         return choice.chosen
@@ -326,7 +326,7 @@ class _Measured(_Planning):
         """Measure and return the fastest candidate that fits."""
         if self.accelerator.device.type == "cpu" and (busy := describe_busy_host()):
             self.accelerator.print(busy)
-        return self.chosen(self._search(layouts, self._space), lambda: self.step.model)
+        return self.chosen(self._search(layouts, self._space))
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
         """Keep more memory free under a plan that compiles (NOTE [ trial step ] 4); else shrink the micro-batches."""
@@ -340,23 +340,21 @@ class _Measured(_Planning):
         choice = self._search([trial.candidate.layout], space)
         if choice.chosen is None:
             return self.choose([self._smaller_layout(trial)])
-        return self.chosen(choice, lambda: self.step.model)
+        return self.chosen(choice)
 
     @property
     def _space(self) -> SearchSpace:
-        accelerator = self.accelerator
-        return search_space(
-            self.task.run,
-            self.task.optim,
-            self.step.model,
-            budget_of(self.task.run, accelerator.device),
-            num_processes=accelerator.num_processes,
-            device_type=accelerator.device.type,
-            overheads=overheads_of_device(accelerator.device),
+        device, run = self.accelerator.device, self.task.run
+        room = Room(
+            budget_bytes=budget_of(run, device),
+            overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
             host_bytes_per_s=self.host_bytes_per_s,
             host_memory_bytes_per_s=self.host_memory_bytes_per_s,
         )
+        ranks = self.accelerator.num_processes
+        model, optim = self.step.model, self.task.optim
+        return search_space(run, optim, model, room, num_processes=ranks, device_type=device.type)
 
     def _search(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:
         with ProgressBar(shown=self.accelerator.is_main_process, desc="measuring blocks", unit="run") as progress:
@@ -392,21 +390,6 @@ class _Estimated(_Planning):
 
     keeps_plan: ClassVar[bool] = True
 
-    @property
-    def launch(self) -> Launch:
-        """The devices of the run; one of unknown rates has those of an A100."""
-        device = self.accelerator.device
-        try:
-            target = find_target("cpu" if device.type == "cpu" else "cuda")
-        except InputError:
-            target = target_of(None, to_gib(read_device_use(device).total_bytes))
-        return Launch(
-            target=target,
-            num_processes=self.accelerator.num_processes,
-            mixed_precision=self.accelerator.mixed_precision.replace("fp8", "bf16"),
-            host_budget_bytes=usable_host_bytes(device),
-        )
-
     def choose(self, budget_bytes: int) -> Candidate:
         """Return the fastest of all candidates that fits; on the first rank."""
         launch, before = self.launch, ", before the weights are cut up" if self.task.run.in_shards else ""
@@ -414,7 +397,7 @@ class _Estimated(_Planning):
             f"{self._flag}: planning by estimates for {launch.target.name}{before}: seconds are not measured"
         )
         choice = self._search(self.task.run, launch, budget_bytes)
-        return _sendable(self.chosen(choice, partial(fake_planned_model, self.task, launch.target)))
+        return _sendable(self.chosen(choice))
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
         """Keep the plan, and with it the units; shrink layout or reduction."""

@@ -15,7 +15,6 @@ from memsave_recipes.core.activations.streaming import host_bytes
 from memsave_recipes.core.costs.block_costs import Workload
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.costs.preserve_state import running_blocks
-from memsave_recipes.core.errors import BUDGET_FLAG
 from memsave_recipes.core.planner.budget import plans_to_measure, workspaces_of_device
 from memsave_recipes.core.planner.search import Candidate, SearchSpace
 from memsave_recipes.core.planner.trial_step import Ranks, measured_together, step_bytes
@@ -23,6 +22,7 @@ from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.shards import reduce_once_a_step
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout
 from memsave_recipes.core.text import first_line, format_bytes
+from memsave_recipes.training.arguments import BUDGET_FLAG
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.distributed import on_main_process
 

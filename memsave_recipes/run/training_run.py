@@ -87,7 +87,6 @@ class TrainingRun:
             work=work,
             flags=self.run.flags,
             planned=built.planned,
-            blocks=prepared.handle.blocks,
             layout=self.batches.layout,
             resumed=resumed,
         )

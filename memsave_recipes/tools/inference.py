@@ -23,13 +23,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.core.errors import InputError, packages_of, require
-from memsave_recipes.core.losses import MULTI, REGRESSION
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.text import first_line, printable, read_json
 from memsave_recipes.data.sources import of_left_out
 from memsave_recipes.data.text.chat_template import render_prompt
 from memsave_recipes.data.text.conversations import Conversation, is_conversation, read_conversation
 from memsave_recipes.data.vision.decoding import MAX_GREY_BITS, decode, reason_of
+from memsave_recipes.models.labels import MULTI, REGRESSION
 from memsave_recipes.models.saved import SavedModel, load
 
 with packages_of("vision", "images"):

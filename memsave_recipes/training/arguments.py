@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from memsave_recipes.core.errors import InputError, check_ranges, option, require
+from memsave_recipes.core.errors import PARAMETERS, InputError, check_ranges, option, require
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.sharding.groups import FULL, NONE
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, OptimizerSettings
@@ -33,6 +33,13 @@ WITHOUT_ARGUMENTS = {"constant", "constant_with_warmup"}
 """Schedules to which transformers hands no further arguments."""
 FLOORS = {"min_lr_rate": "share", "min_lr_ratio": "share", "min_lr": "rate", "lr_end": "rate"}
 """Arguments of schedules that are the lowest rate, or its share of ``--learning_rate``."""
+BUDGET_FLAG = "--memory_budget_gib"
+NAMED_ALIKE = (
+    *("shard", "reduce_gradients", "sequence_parallel", "global_batch_size", "micro_batch_size", "drop_last", "dtype"),
+    *("offload_optimizer", "stream_weights", "optimizer", "max_grad_norm", "skip_nonfinite", "batchnorm", "target"),
+)
+PARAMETERS.update({name: f"--{name}" for name in NAMED_ALIKE})
+PARAMETERS.update(strategy="--activation_checkpointing", target_memory_gib="--target_memory", budget_gib=BUDGET_FLAG)
 MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}

@@ -40,17 +40,17 @@ from memsave_recipes.core.host.step import HostMasters, masters_of, masters_on_h
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.sharding.tensors import is_sharded, local, whole
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.core.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
-from memsave_recipes.core.step.settings import why_not_in_backward
-from memsave_recipes.core.step.update_rules import (
+from memsave_recipes.core.step.memory import (
     BITSANDBYTES_BLOCK,
     MIN_8BIT_NUMEL,
-    MuonWithAdamW,
-    StochasticAdamW,
+    decay_groups,
     has_8bit_state,
+    parameters_by_optimizer,
+    trained_parameters,
 )
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batching import GlobalBatch, exact_sum
+from memsave_recipes.training.update_rules import MuonWithAdamW, StochasticAdamW
 
 BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
 LOOKED_AT_ONCE = 2**20  # numbers of a weight
@@ -144,7 +144,7 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _adamw_8bit(parameters: list[dict[str, Any]], **of_adamw: Any) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
-    from memsave_recipes.core.step.eight_bit import AdamW8bitInParts  # optional, and slow to import
+    from memsave_recipes.training.eight_bit import AdamW8bitInParts  # optional, and slow to import
 
     return AdamW8bitInParts(parameters, **of_adamw)
 
@@ -282,6 +282,24 @@ def clip_gradients(
         return masters.clip(max_norm, accelerator.unscale_gradients)
     norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), max_norm)
     return whole(norm)
+
+
+def why_not_in_backward(layout: BatchLayout, mixed_precision: str, *, clips: bool) -> str | None:
+    """The reason why an optimizer cannot step in the backward, as it needs all gradients at once; ``None`` if it can.
+
+    Args:
+        clips: whether gradients are clipped.
+    """
+    if layout.needs_all_gradients is not None:
+        return f"{layout.needs_all_gradients}: leave one of them out"
+    reasons = {
+        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
+        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
+        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
+        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": clips,
+        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def check_in_backward(optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str) -> None:

@@ -135,7 +135,10 @@ class _RecipeParser(HfArgumentParser):
 
     def _add_dataclass_arguments(self, dtype: type) -> None:
         groups: dict[str, Any] = {}
-        hints, by_name = get_type_hints(dtype), {one.name: one for one in fields(dtype) if one.init and "help" in one.metadata}
+        hints, by_name = (
+            get_type_hints(dtype),
+            {one.name: one for one in fields(dtype) if one.init and "help" in one.metadata},
+        )
         self.set_defaults(**{one.name: one.default for one in fields(dtype) if one.init and "help" not in one.metadata})
         rules, titles = rules_of(dtype), {"first": "What to set first", "seldom": "Seldom used"}
         for name in sorted(by_name, key=lambda name: SHOWN.index(rules[name].shown)):

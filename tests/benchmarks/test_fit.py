@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memsave_recipes.core.planner.task import read_task
 from memsave_recipes.tools.cli import main
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 ROOT = Path(__file__).parents[2]
 NUM_PARAMETERS = {  # by the model's page, in millions

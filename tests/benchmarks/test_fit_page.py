@@ -14,9 +14,10 @@ import transformers
 from transformers import AutoConfig
 
 from memsave_recipes.core.costs.targets import find_target
-from memsave_recipes.core.planner.task import Launch, read_task
+from memsave_recipes.core.planner.task import Launch
 from memsave_recipes.models.image_classifiers import MODELS as NETWORKS
 from memsave_recipes.tools.fit.ladder import KnownEstimates
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "will_it_fit.html"

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from memsave_recipes.core.costs.memory import DeviceMemory
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.run.memory_watch import DeviceMemory
 
 TINY = ["--model", "vgg_small", "--image_size", "32", "--batch_size", "6", "--steps", "1"]
 PLAIN, SEGMENTS, FULL = "plain", "segments:2", "full"

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.losses import MULTI, REGRESSION
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
+from memsave_recipes.models.labels import MULTI, REGRESSION
 
 ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]
 

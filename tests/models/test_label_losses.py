@@ -9,8 +9,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from transformers import BertConfig, BertForSequenceClassification
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.losses import MULTI, REGRESSION, SINGLE, LabelLoss, label_of
 from memsave_recipes.models.convnets import ConvnetConfig
+from memsave_recipes.models.labels import MULTI, REGRESSION, SINGLE, LabelLoss, label_of
 from memsave_recipes.models.pretrained import read_labels, read_problem
 from memsave_recipes.training.evaluation import LabelArguments
 

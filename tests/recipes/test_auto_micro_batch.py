@@ -96,10 +96,9 @@ def test_an_impossible_budget_names_what_would_help_and_the_figure_works(train, 
         "--memory_budget_gib",
     ]
     line = refuse(*tight, str(with_context(0.0005)))
-    assert "less is needed with" in line
-    assert "--optimizer adamw_8bit" in line
+    assert "no plan of this recipe is predicted to fit in " in line
     if not torch.cuda.is_available():  # where the smallest block is 512 bytes, shards of such weights free nothing
-        assert "--shard full over" in line
+        assert "less is needed with --shard full over 2 devices" in line
     smallest = line.partition("the smallest that works is ")[2].partition(" ")[0]
     found = train(*tight, str(float(smallest) + 0.0001), output="smallest")
     assert with_context(found["memory"]["peak_allocated_gib"]) <= float(smallest) + 0.0001

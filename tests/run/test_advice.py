@@ -13,7 +13,7 @@ from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.planner import task as task_module
 from memsave_recipes.core.text import MIB
 from memsave_recipes.run import failures
-from memsave_recipes.run.out_of_memory import planned_advice
+from memsave_recipes.run.failures import planned_advice
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "image_classification.py"
 FLAGS = ["--model", "vgg_small", "--augmentation", "none", "--global_batch_size", "16", "--output_dir", "out"]
@@ -57,7 +57,9 @@ def test_it_does_not_name_what_has_just_failed(task, memory):
 
 def test_where_nothing_fits_it_says_so(task, memory):
     memory(1 * MIB)
-    assert planned_advice(partial(task, FLAGS)).startswith("no plan of this recipe is predicted to fit in 1 MiB")
+    line = planned_advice(partial(task, FLAGS))
+    assert line.startswith("no plan of this recipe is predicted to fit in 1 MiB: less is needed with ")
+    assert "--optimizer adamw_8bit 0.0" in line
 
 
 def test_advice_that_fails_never_hides_the_exit_code(capsys):

@@ -2,21 +2,17 @@
 
 import errno
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from memory_budget import CUDA_WORDS, Budget
 from torch import nn
 
-from memsave_recipes.core.activations.blocks import Layer
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.run import failures, memory_watch, out_of_memory
+from memsave_recipes.run import failures
 from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
-from memsave_recipes.run.memory_watch import RunSettings
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.training.batching import GlobalBatches
 
@@ -28,17 +24,7 @@ class Rows(torch.utils.data.Dataset):
         return {"inputs": torch.randn(ROWS // 4, WIDTH)}
 
 
-FLAGS = {
-    "activation_checkpointing": "none",
-    "optimizer": "adamw",
-    "optimizer_in_backward": False,
-    "lora": False,
-    "lora_rank": 4,
-    "dtype": "float32",
-}
-
-
-def fail_in(accelerator, *, step, budget, flags=FLAGS, inference_first=False):
+def fail_in(accelerator, *, step, budget):
     """The page, and what is left alive of the step's instruments."""
     batches = GlobalBatches(
         accelerator,
@@ -49,10 +35,8 @@ def fail_in(accelerator, *, step, budget, flags=FLAGS, inference_first=False):
         seed=0,
     )
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
-    blocks = [Layer(str(number), layer) for number, layer in enumerate(model)]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
-    settings = RunSettings(folder=Path("out"), flags=flags, blocks=blocks)
-    report = RunReport(accelerator, batches, model, optimizer, settings)
+    report = RunReport(accelerator, batches, model, optimizer)
 
     def train_step(batch):
         for micro_batch in batch.forwards(model):
@@ -90,12 +74,7 @@ def test_after_the_recorded_step_the_page_has_its_breakdown(run_on_ranks):
     assert found["parameters"] == "1 MiB"
     assert found["optimizer state"] == "2 MiB"
     assert found["activations"] == "3 MiB"  # what the first three layers gave: it is in the last one's backward
-    assert found["--micro_batch_size 2"] == "1.5 MiB"
-    assert found["--micro_batch_size 1"] == "2.25 MiB"
-    assert found["--optimizer adafactor"].endswith("MiB")
-    assert found["--optimizer_in_backward --max_grad_norm 0"] == "768 KiB"
-    assert found["--lora"].endswith("MiB")
-    assert page.splitlines()[-1] == "no allocator snapshot: only CUDA devices have one"
+    assert found["together"].endswith("MiB")
 
 
 @pytest.mark.parametrize(("budget", "saved"), [(2, "2 MiB"), (4, "4 MiB")])
@@ -107,13 +86,6 @@ def test_in_the_first_forward_the_page_says_what_is_known_then(run_on_ranks, bud
     assert found["parameters"] == "1 MiB"
     assert found["gradients"] == found["optimizer state"] == "0 B"
     assert found["saved for the backward"] == saved
-    assert found["--optimizer adafactor"].endswith("MiB")  # as it will be from the first step on
-    assert found["--activation_checkpointing full"] == "not known"
-
-
-def test_without_settings_no_flag_of_the_recipe_is_named(run_on_ranks):
-    ((page, _),) = run_on_ranks(partial(fail_in, step=2, budget=3 * MIB, flags={}), 1)
-    assert {name for name in amounts(page) if name.startswith("--")} == {"--micro_batch_size 2", "--micro_batch_size 1"}
 
 
 def other_errors(accelerator):
@@ -210,28 +182,3 @@ def test_an_unforeseen_error_keeps_its_traceback():
 
     with pytest.raises(RuntimeError, match="unforeseen"):
         run_recipe(main)
-
-
-def snapshot_line(device, monkeypatch, write):
-    monkeypatch.setattr(memory_watch, "write_snapshot", write)
-    accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
-    settings = RunSettings(folder=Path("out"), flags={})
-    return out_of_memory.snapshot_line(SimpleNamespace(accelerator=accelerator, settings=settings))
-
-
-def test_the_page_tells_where_the_snapshot_is(monkeypatch):
-    written = []
-    message = snapshot_line("cuda", monkeypatch, written.append)
-    assert (
-        message
-        == "the allocator's state is in out/memory_snapshot-rank1.pickle: open it at https://pytorch.org/memory_viz"
-    )
-    assert written == [Path("out/memory_snapshot-rank1.pickle")]
-
-
-def test_a_snapshot_that_cannot_be_written_does_not_cost_the_page(monkeypatch):
-    def full_disk(path):
-        raise OSError("No space left on device")
-
-    message = snapshot_line("cuda", monkeypatch, full_disk)
-    assert message == "no allocator snapshot: No space left on device"

@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.core.losses import IGNORED_LABEL, MULTI, REGRESSION, LabelLoss, ProblemType, label_of
+from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
+from memsave_recipes.models.labels import MULTI, REGRESSION, LabelLoss, ProblemType, label_of
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches, gather_counted

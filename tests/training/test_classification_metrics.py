@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from memsave_recipes.core.losses import MULTI, REGRESSION
+from memsave_recipes.models.labels import MULTI, REGRESSION
 from memsave_recipes.training.evaluation import classification_metric, evaluate_classifier
 
 REFERENCES = [1, 1, 1, 0, 0, 0]

@@ -217,7 +217,7 @@ def test_a_model_whose_optimizer_steps_in_the_backward_is_freed():
     [
         ({}, (8, 4, 1), "no", "2 accumulation steps"),
         ({}, (8, 4, 2), "no", "2 ranks"),
-        ({"max_grad_norm": 1.0}, (8, 8, 1), "no", "--max_grad_norm 0"),
+        ({"max_grad_norm": 1.0}, (8, 8, 1), "no", "max_grad_norm 0"),
         ({}, (8, 8, 1), "fp16", "take bf16"),
     ],
 )

@@ -24,7 +24,8 @@ from memsave_recipes.core.activations.blocks import CalledLayers
 from memsave_recipes.core.activations.compiled import Region
 from memsave_recipes.core.costs.estimate import cuda_kernels, fake_batch
 from memsave_recipes.core.costs.targets import find_target
-from memsave_recipes.core.planner.task import fake_planned_model, read_task
+from memsave_recipes.core.planner.task import fake_planned_model
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 HOST = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -1,17 +1,6 @@
 """What the modules of a block hold beside their weights: found before its first run, put back around each later one.
 
-NOTE [ block state ]
-1. Found are the attributes of the modules and of their classes, the contents of lists, dicts and sets among these,
-   hooks, submodules, which tensors are weights and buffers, which weights need gradients, and the random numbers of
-   Python and numpy where a block draws them. It takes a copy of some dictionaries, so every run is looked at.
-2. A later run begins with what the first one found, whoever has changed it since. Afterwards all is as it was before
-   that run, also where an exception ended it half-way.
-3. Tensors are put back by identity alone. Who writes on one is refused: NOTE [ side effects ] in ``side_effects.py``.
-4. BatchNorm's momentum and statistics are left out: NOTE [ statistics once ] in ``recompute.py``. Where its forward is
-   not torch's, or it has other buffers, a later run gets copies of what they were. Left out are weights in shards,
-   too, which FSDP2 gathers and frees around a module.
-5. Python's and numpy's random numbers are looked at in the first run of all, and afterwards in each run of a block that
-   drew then, or whose classes are defined in a module that imports ``random`` or ``numpy``: a look takes 40 us.
+Notes: ``docs/design/activations.md``.
 """
 
 import copy

@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.libraries import LAYER, is_of
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 """They have no forward: whoever holds them calls their children."""
@@ -37,6 +36,17 @@ OF_DENSE_BLOCKS = (
 """Forwards that give each child the list of all feature maps before it, and return them all as one."""
 State = tuple[Tensor, ...]
 """The input and output of blocks: one tensor, or the list of feature maps inside a dense block."""
+
+
+LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
+MODEL = "transformers.modeling_utils.PreTrainedModel"
+CONV1D = "transformers.pytorch_utils.Conv1D"
+
+
+def is_of(name: str, module: nn.Module) -> bool:
+    """Tell whether ``module`` is of the class with this full name, or of one that is made from it."""
+    home, _, own = name.rpartition(".")
+    return any(one.__name__ == own and one.__module__ == home for one in type(module).__mro__)
 
 
 @dataclass(frozen=True)

@@ -6,30 +6,7 @@ a given part of the bytes is enough (``torch._functorch.config.activation_memory
 backward, 0 saves the layer's inputs only). Fused kernels round at other places than the eager layer, so gradients are
 equal within rounding, not bit for bit.
 
-NOTE [ one graph, one ratio ]
-1. torch reads the ratio while it makes a graph, and none of a graph's guards knows it: the same code under another
-   ratio would go on with the first one's graphs. Graphs belong to a code object, so every plan has one of its own. Its
-   name is its own too, because torch stores its knowledge of dynamic shapes under the name of the code. A second
-   plan with the same ratio finds its kernels in torch's cache on disk, in less than a second.
-2. A graph is made in the first call, and more of them in later calls: for other kinds of layers of a model, for a
-   micro-batch of another size (the second size makes one for all sizes), for a single sample. So the settings hold
-   around every call, and nowhere else.
-3. ``optimize_ddp`` would cut a layer where DDP's buckets end, and each piece would have a budget of its own.
-4. torch gives up after 8 graphs of one code and runs the eager layer, with the eager layer's memory. Here it may be
-   ``MAX_GRAPHS``, and a layer that cannot be compiled as one graph is an error.
-5. An observer that sees every operation (a ``TorchDispatchMode``: FLOP counters, memory trackers) sees nothing inside a
-   compiled layer, and torch would run the eager one for it, with the eager one's memory. Here it sees the layer
-   recomputed: the same operations, in about the memory of a small ratio.
-6. torch changes attributes, lists and dicts once, after the graph. A tensor that a layer writes on it may compute with
-   again in the backward, when it holds something else. So such layers are refused, as where they recompute: NOTE [ side
-   effects ].
-
-NOTE [ dropout once ]
-1. Under a ratio below 1 torch 2.13 draws random numbers a second time in the backward, other ones: gradients of another
-   mask than the loss had, silently (https://github.com/pytorch/pytorch/issues/190758). So operators that draw are
-   marked to be saved, or something after them, such as the mask. A ratio of 0 does not allow for that: torch gets the
-   smallest ratio instead.
-2. ``fallback_random`` draws the numbers of the eager layer, so dropout drops the same.
+Notes: ``docs/design/activations.md``.
 """
 
 import os

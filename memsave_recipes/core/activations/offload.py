@@ -8,29 +8,7 @@ Copies run on a stream of their own, in parallel with the computation; gradients
 It pays where a block computes for longer than its bytes travel: long sequences, wide layers. The prefetch is the idea
 of vDNN (Rhu et al. 2016, https://arxiv.org/abs/1602.08124), the hooks are those of ``torch.autograd.graph``.
 
-NOTE [ offloaded storages ]
-1. Storages are copied, not tensors: all views of one, saved by whichever block, share one copy. Small ones stay.
-2. Tensors that live anyway stay: parameters, buffers, and inputs that nobody computed (the batch).
-3. The output of a block belongs to the block that takes it: if that one is offloaded too, it copies it, else it stays.
-4. The storages of a block are copied when the next offloaded one begins. So those of the last one never are: its
-   backward comes at once.
-5. Torch's ``fully_shard`` gathers weights that are in shards twice, for the forward and for the backward of their unit,
-   both times into the same storages, whose memory is freed in between. So a view that was saved finds them again, and
-   they stay like other parameters. A block of a sequence begins before its weights are gathered: they are looked for
-   when it saves a tensor.
-
-NOTE [ two blocks at a time ]
-1. Forward: while block k runs, the storages of block k - 1 are copied. Block k + 1 begins when that is done, and only
-   then are they freed: an allocator that ran ahead of the copies would need all of them at once.
-2. Backward: the first tensor of block k that is unpacked waits for all of k, and prefetches k - 1.
-3. ``OffloadEngine.in_flight`` holds both ends of every copy until the computing stream has waited for it, so that
-   memory of an aborted step is not reused while it is still written.
-4. A copy belongs to autograd's saved tensors: it is freed with them, and with ``retain_graph`` it stays.
-5. Torch pins powers of two of bytes, up to twice the request. So a storage is copied in pieces of such sizes, and takes
-   at most an eighth more of the host's memory than of the device's.
-6. The pieces of a copy that went back are used again by later copies, which run behind it on the same stream. Torch's
-   own cache would wait until the device has come so far, and pin more memory for a program that runs ahead of it.
-7. Known limit: tensors of subclasses stay.
+Notes: ``docs/design/activations.md``.
 """
 
 import warnings
@@ -122,7 +100,7 @@ class SideStream:
         if device.type == "mps":
             raise InputError(
                 "an Apple GPU (mps) computes in the host's memory, so nothing can be moved there: leave out "
-                "--offload_optimizer, --stream_weights and strategies with offload in their name"
+                "offload_optimizer, stream_weights and strategies with offload in their name"
             )
         self.device = device
         self.stream = torch.Stream(device)

@@ -4,62 +4,7 @@
 leaves parameters without a gradient when the input needs none, and breaks DDP). It restores the random numbers and
 counts BatchNorm once. Gradients are bit for bit those of the baseline, a run without checkpointing.
 
-NOTE [ places in line ]
-1. In the first run autograd saves a ``_Place`` for each tensor, in order. The first place that a backward asks for its
-   tensor starts the second run, which gives each place its own, and ends by an exception with the last one. A place
-   lets go of its tensor as it hands it out. One that nobody holds any more gets none. torch's
-   ``set_checkpoint_early_stop(False)`` around the forward lets second runs go to their end.
-2. This is the method of ``torch.utils.checkpoint`` (https://pytorch.org/docs/stable/checkpoint.html), which does more
-   for each saved tensor (``benchmarks/host_time.py``) and in torch 2.11 leaves its hooks behind where a forward raises.
-   Checked is the same: number, shapes, types and devices.
-3. Random numbers, autocast and the default device are set as they were in the first run, where they differ.
-4. RReLU fills its noise after saving it (https://github.com/pytorch/pytorch/issues/193671), so a second run that would
-   end with it goes to its end.
-
-NOTE [ statistics once ]
-1. A training forward of BatchNorm moves ``running_mean``, ``running_var`` and ``num_batches_tracked``. Under activation
-   checkpointing the forward runs twice, so the statistics move twice: gradients are right, evaluation is not, and no
-   loss curve shows it (https://github.com/pytorch/pytorch/issues/96136).
-2. While recomputing, momentum 0 makes the update ``running = 1 * running + 0 * batch``, and without
-   ``num_batches_tracked`` nothing is counted; SyncBatchNorm, which insists on a counter, counts in another one. Both
-   are set back afterwards, also when the recomputation raises (it does so by design, once its last tensor is there).
-3. A subclass with a forward of its own may count in other ways: it runs on copies of its buffers.
-4. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
-5. Other modules that write on a buffer in their forward (spectral norm, the ranges of quantized activations) compute
-   with it as well, so a second run would compute something else. They are refused in the first run: NOTE [ side
-   effects ] in ``side_effects.py``.
-
-NOTE [ selective checkpointing ]
-Nearly all the time of a forward is in a few kinds of operators, and most of the bytes that the baseline saves are of
-the others: normalisations, activations, dropout, casts. So ``select_ops`` keeps the outputs of the first and runs
-the others again, as torch's ``create_selective_checkpoint_contexts`` does
-(https://pytorch.org/docs/stable/checkpoint.html), here with one mode a run and schemas that are read once. Gradients
-are bit for bit those of the baseline, but for one product: under any dispatch mode torch computes
-``(B, n, m) @ (1, m, k)``, of which the second factor needs no gradient, as one ``mm`` and not as a ``bmm``, which
-rounds otherwise on some CPUs.
-
-NOTE [ random numbers ]
-1. The second run begins with the generator where the first one began. So every operator that draws has to draw again,
-   in the same order: were one of them kept, every mask after it would be another one.
-2. Attention draws where its ``dropout_p`` is not 0, and is kept where it is 0. Its tag alone does not tell the two
-   apart, and attention of other packages carries no tag.
-
-NOTE [ writing in place ]
-1. The second run starts from the inputs, so nothing may write on them in place. Such a write is found while the
-   function runs, and raises there instead of in autograd's backward.
-2. Before the function writes in place on a kept output (a mixture of experts normalises the weights of its router so),
-   a copy of it in the same layout is kept instead. The second run takes the copy as the operator's output and writes on
-   it in turn: the same values at every point, and no more bytes are kept. After the function has ended nobody may write
-   on a kept output; torch finds that in the backward.
-3. ``inplace=True`` of the modules inside is no concern of the user: ``apply_plan`` sets them out of place. That costs
-   no memory, because their outputs are not kept, and saves the copy.
-
-NOTE [ casts of weights ]
-1. Autocast keeps what it makes of each weight until the forward ends, whatever recomputes: a copy of them all in 16
-   bits. The recipes turn its cache off; other trainers leave it on. So a block that is not kept empties it at its end.
-2. A weight that two modules have is cast once, and its gradient is summed in 16 bits. Their sum would be another one,
-   so the blocks of such a model leave the cache alone, as does a block that a loop may run again. (A module outside of
-   all blocks that runs before one and after it is not looked for, nor is a second forward under the same autocast.)
+Notes: ``docs/design/activations.md``.
 """
 
 import weakref

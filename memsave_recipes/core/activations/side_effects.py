@@ -1,23 +1,6 @@
 """What a block changes beside its outputs: put back before it runs again, or refused by name.
 
-NOTE [ side effects ]
-1. A block under a plan runs a second time in the backward. It then has to find what it found the first time, and what
-   it changes must not count twice. What its modules hold is put back: NOTE [ block state ] in ``block_state.py``. What
-   the first run has made of it stays in the end.
-2. Its first run gets the very arguments that the caller gives, and each later one a copy of what was in their lists,
-   dicts and caches before (``LayerCall``). A set is refused where it changes, as a copy may yield its members in
-   another order.
-3. Tensors that it writes on are refused: a copy of each would take the memory that a plan saves. BatchNorm's are not
-   among them (NOTE [ statistics once ]), nor are parameters in shards, which FSDP2 gathers and frees around a module.
-   So is a second run that is given a tensor on which somebody has written after the first one.
-4. torch counts the writes on a tensor, but not those by way of ``.data``, as published code has them for codebooks and
-   teachers. So in the first run of all, the bits of every tensor are added up before and after. That run also looks at
-   gradients, at objects (arrays, generators, iterators, functions, modules that are not registered) and at all that
-   these hold. They are refused where they change. Known limits: global variables, tensors above ``MAX_BYTES`` in
-   objects, and what of rule 4 begins after the first run.
-5. What a block sets up once (lazy parameters, an initialisation by the first batch, the layout of 8-bit weights) is no
-   side effect: if the first run of all finds something to refuse, or other modules and weights, the block runs once
-   more. What that run leaves alone was set up, and the second run begins with it.
+Notes: ``docs/design/activations.md``.
 """
 
 import warnings

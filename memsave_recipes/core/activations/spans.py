@@ -3,26 +3,7 @@
 They are objects that hold the modules they run, so that a deep copy of the model (an EMA, say) runs the copy's own
 modules. When the model runs as if there were no plan is in ``planned_forward.py``.
 
-NOTE [ nested spans ]
-A span under ``RECOMPUTE_NESTED`` keeps its input. Its second run keeps no more than the input of each block, and a
-third one rebuilds block after block; where a block has parts (``find_parts``), part after part. Checkpoints
-nest; BatchNorm counts in the first run alone, as every recomputation freezes its statistics.
-
-NOTE [ frozen blocks ]
-A span of several blocks begins at the first of them that has a backward. Those before it, which are frozen as all
-before them, save nothing and are not run again to reach it. A span of frozen blocks alone runs as it is.
-
-NOTE [ one checkpoint for several calls ]
-1. The hooks of one checkpoint, which save a place in line instead of a tensor, are put around every layer of the span
-   in turn. In the backward all the layers run again, each on the output of the one before.
-2. So every layer runs when the model calls it, and returns a tensor of the ordinary autograd graph. Whoever reads it
-   (hidden states in a loss, the features of a tower) has the right values and gradients, and layers may be left out.
-3. The second run passes each layer the output of the one before. Only a call that is given that very tensor, unchanged,
-   and that comes later in the span joins the calls before it; any other one begins a span of its own.
-4. Where the model draws random numbers between two layers, or runs them under other settings of autocast, the second
-   run begins the later one where it began.
-5. Autograd alone keeps a span alive. Known limit: a layer that takes the output of an earlier one of its span besides
-   the state makes a cycle with the graph, which a backward opens and nothing else does.
+Notes: ``docs/design/activations.md``.
 """
 
 import weakref

@@ -3,20 +3,7 @@
 Frozen ones only travel one way; of those that train, gradients leave for the host (``core/host/step.py``). A layer at a
 time on the device is the idea of Pudipeddi et al. 2020, https://arxiv.org/abs/2002.05645.
 
-NOTE [ streamed weights ]
-1. A layer runs with copies in place of its parameters (``torch.func.functional_call``), inside the function that
-   a plan runs again. A block that recomputes frees the copies with everything else, and its second run copies them
-   again; one that keeps its tensors keeps the copies until its backward. So the gradients are the same bits under every
-   plan, and memory is saved under those that recompute.
-2. While a layer runs, the weights of the one that came next the last time are copied ahead, beside the computation. So
-   at most two layers are on the device.
-3. The parameters themselves stay in the model, on the host, where checkpoints and files of adapters read them.
-4. Weights that are used outside of their layer too, as tied ones may be, are on the device all the time.
-5. Only copies from pinned memory run beside the computation, and torch pins powers of two of bytes. Where the host has
-   no room for that, weights stay as they were loaded: pages of a safetensors file, which the system may drop and read
-   again.
-6. The gradient of a copy is handed to ``WeightStream.leave``; without one it goes to the parameter, on the host. A copy
-   that is ahead when the host has stepped would be an old one: ``settle``.
+Notes: ``docs/design/activations.md``.
 """
 
 import warnings
@@ -175,7 +162,7 @@ def place(model: nn.Module, device: torch.device, *, streamed: str = NONE) -> No
         InputError: as ``stream_weights``, or weights in float64, which Apple's GPUs lack.
     """
     if device.type == "mps" and any(tensor.dtype == torch.float64 for tensor in model.parameters()):
-        raise InputError("--dtype float64 does not work on an Apple GPU (mps): take float32, or launch with cpu.yaml")
+        raise InputError("dtype float64 does not work on an Apple GPU (mps): take float32, or launch with cpu.yaml")
     if streamed != NONE and device.type == "cpu":
         warnings.warn("stream_weights: the model runs on a CPU, so its weights stay where they are", stacklevel=2)
     if streamed == NONE or device.type == "cpu":
@@ -199,7 +186,7 @@ def stream_weights(model: nn.Module, stream: WeightStream, *, trained: bool = Fa
     if not found:
         kind = "" if trained else "frozen "
         raise InputError(
-            f"--stream_weights host: {type(model).__name__} has no layers with {kind}weights of their own: leave it out"
+            f"stream_weights host: {type(model).__name__} has no layers with {kind}weights of their own: leave it out"
         )
     for layer, names in found:
         streamed = StreamedLayer(layer.module, getattr(layer.module, layer.method), names, stream)
@@ -220,11 +207,6 @@ def _streamable(model: nn.Module, *, trained: bool = False) -> list[tuple[Layer,
         if names:
             found.append((layer, names))
     return found
-
-
-def streamable_bytes(model: nn.Module) -> list[int]:
-    """Bytes of the frozen weights of each layer that could be streamed."""
-    return [sum(layer.module.get_parameter(name).nbytes for name in names) for layer, names in _streamable(model)]
 
 
 def is_streamed(module: nn.Module) -> bool:
@@ -287,7 +269,7 @@ def check_not_offloaded(model: nn.Module) -> None:
     if any(getattr(one, "offload", False) for hook in hooks for one in getattr(hook, "hooks", (hook,))):
         raise InputError(
             "accelerate's cpu_offload, disk_offload and device_map: no parameter of an offloaded model gets a "
-            "gradient, so nothing would train: load it without, and keep weights on the host by --stream_weights host"
+            "gradient, so nothing would train: load it without, and keep weights on the host by stream_weights host"
         )
 
 

@@ -3,16 +3,7 @@
 The Fully Pipelined Distributed Transformer (https://arxiv.org/abs/2408.16978) streams long rows so. The attention of
 two sets of keys is one by their log-sum-exps (Rabe and Staats 2021, https://arxiv.org/abs/2112.05682).
 
-NOTE [ tiles of queries ]
-1. Keys and values of all tokens are kept, as heads share them; all else that attention makes (its norm, queries, their
-   rotation, the output before its projection) is there for one tile at a time.
-2. The layer's own attention runs on each tile. It hands queries, keys and values of the tile to
-   ``attention_by_document``, which gives them to the ``KeysSoFar`` that it finds among its arguments.
-3. Forward: tile after tile, without gradients. Backward: keys and values of all tiles are made again; then each tile
-   runs again, the last one first, so that all gradients of its own keys and values are there when it needs them.
-4. A tile sees its own tokens causally and those before it in its document in full: two calls of the flash kernel, which
-   needs no mask, joined by their log-sum-exps.
-5. Attention with dropout, windows or a cache recomputes as a whole.
+Notes: ``docs/design/activations.md``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

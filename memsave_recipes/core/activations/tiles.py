@@ -2,18 +2,7 @@
 
 Arctic Long Sequence Training (https://arxiv.org/abs/2506.13996) has it as ``TiledMLP``.
 
-NOTE [ tiles ]
-1. An MLP computes each token by itself, and remembers none. So ``_Tiles`` runs it on some of them at a time, without
-   gradients; in the backward it runs each tile again and takes its gradients.
-2. Gradients of weights are summed over the tiles, in float32 for weights of 16 bits, and given to autograd as one. So
-   the hooks of a weight, as DDP has them and an optimizer in the backward, run once.
-3. ``_Keep`` saves the input, in front of the tiles. torch's checkpoint ends the second run of a layer with the last
-   tensor that is saved: there, before the tiles, unless the layer saves something after its MLP (a norm, dropout).
-4. Dropout at the end of an MLP runs on all tokens, as ever, so that the random numbers are those of plain. An MLP that
-   draws others is not run in tiles.
-5. A norm of tokens is run in the same way where it takes those of all layers: that behind the last one.
-6. Gradients of weights are sums in another order than plain's, and a product of fewer rows may take another kernel. So
-   all equals plain's within rounding.
+Notes: ``docs/design/activations.md``.
 """
 
 import copy

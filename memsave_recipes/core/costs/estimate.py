@@ -4,19 +4,7 @@ Fake tensors report the CPU as their device, whatever the target is, as a torch 
 other; ``cuda_kernels`` puts CUDA's kernels in place of the CPU's: the tensors that they save for backward and allocate.
 Offloading runs the engine of ``core/activations/offload.py``, with copies that only take time.
 
-NOTE [ where CUDA differs ]
-1. Attention: torch takes its flash kernel for half precision without a mask (from Ampere on), the memory-efficient one
-   for float32 or with a mask, and writes the scores out where neither can (a head's size, keys that heads share).
-   A boolean mask becomes one of the queries' dtype in every layer, and the memory-efficient kernel pads its rows to a
-   multiple of 16. (``attention.cpp`` and ``cuda/sdp_utils.cpp`` in ATen/native/transformers. On Hopper and B200 cuDNN's
-   kernel comes first since cuDNN 9.15.1; it saves the same, but does not pad masks.)
-2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
-   ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
-3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
-4. RMSNorm is one kernel, which saves its input and a number a row, where input and weight have one dtype.
-Not known without the device, and so left out: the workspaces of cuDNN's convolutions, the scratch of sorts and
-reductions, and how many documents are in a row: beyond those of the estimate, each adds ``FLASH_BLOCK`` rows to the
-sums of attention's backward.
+Notes: ``docs/design/costs.md``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +43,7 @@ from memsave_recipes.core.costs.repeats import Irregular, Repeats, expanded, fin
 from memsave_recipes.core.costs.targets import Target
 from memsave_recipes.core.costs.throughput import ModelFlops
 from memsave_recipes.core.costs.trace_events import Meter
-from memsave_recipes.core.errors import BUDGET_FLAG, InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan
 
 M = TypeVar("M", bound=nn.Module)
@@ -159,7 +147,7 @@ class Estimator:
             name = type(workload.model).__name__
             raise InputError(
                 f"a step of {name} cannot be estimated (it runs what the values of a tensor say): launch its "
-                f"recipe with {BUDGET_FLAG}, which measures"
+                "recipe with budget_gib, which measures"
             ) from error
 
     @contextmanager

@@ -7,12 +7,9 @@ runs). So its exact peaks are read from recorded steps, in ``trace_events.py`` a
 import errno
 import gc
 import os
-import resource
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memsave_recipes.core.activations.blocks import Block, Layer
-from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.activations.recompute import kept_by_policy
 from memsave_recipes.core.costs.breakdown import persistent_tensors
 from memsave_recipes.core.sharding.shards import noting_gathered
@@ -51,49 +46,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
 
 
-def rss_bytes() -> int:
-    """Return the resident set size of this process."""
-    return psutil.Process().memory_info().rss
-
-
-def peak_rss_bytes() -> int:
-    """Return the most that the resident set of this process has ever been."""
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
-
-
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Add up parameters, buffers, gradients and optimizer state. Shared storages count once."""
     return sum(sum(label.storages.values()) for label in persistent_tensors(model, optimizer))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """Bytes on one device: peaks of the allocator since the last reset, and what the driver has in use now.
-
-    Args:
-        num_alloc_retries: how often the allocator had to empty its cache and try again, since the process began.
-        num_ooms: how often it failed even so.
-    """
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    device_used_bytes: int
-    num_alloc_retries: int
-    num_ooms: int
-
-
-def read_device_memory(device: torch.device) -> DeviceMemory:
-    """Read the figures of ``device`` now, without waiting for its queue; the allocator works ahead of it."""
-    statistics = torch.accelerator.memory_stats(device)
-    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-    return DeviceMemory(
-        peak_allocated_bytes=statistics.get("allocated_bytes.all.peak", 0),
-        peak_reserved_bytes=statistics.get("reserved_bytes.all.peak", 0),
-        device_used_bytes=total_bytes - free_bytes,
-        num_alloc_retries=statistics.get("num_alloc_retries", 0),
-        num_ooms=statistics.get("num_ooms", 0),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +105,6 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def write_snapshot(path: Path) -> None:
-    """Write the blocks of the CUDA allocator, for https://pytorch.org/memory_viz."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # other machines have no run folder
-    torch.cuda.memory._dump_snapshot(str(path))
-
-
 class SavedTensors:
     """``with SavedTensors(model) as saved: loss = ...`` and then ``saved.num_bytes``.
 
@@ -201,81 +150,3 @@ class SavedTensors:
         self._hooks.__exit__(*exception)
         self.storages |= self._kept
         self._gathering.__exit__(*exception)
-
-
-class ForwardMeter:
-    """Counts the bytes that the first forward of ``model`` inside its context saves, and in which blocks.
-
-    Args:
-        blocks: in the order of the forward, as ``PlanHandle`` has them. They must keep everything: tensors inside a
-            recomputed block are not seen.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[Block | Layer] = ()) -> None:
-        self._model = model
-        self._blocks = blocks
-        self._saved = SavedTensors(model)
-        self._inputs: dict[int, int] = {}  # of the blocks: identity -> bytes
-        self._in_blocks: list[dict[int, int]] = []  # storages that each block was the first to save
-        self._before_block: set[int] = set()
-        self._handles: list[Any] = []
-        self._counting = self._has_begun = self._has_ended = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes saved so far."""
-        return self._saved.num_bytes
-
-    @property
-    def freed_by_recomputation_bytes(self) -> int | None:
-        """How much less would be held with every block recomputed by itself; ``None`` while that is not known.
-
-        Then the inputs of all blocks are kept instead, and one block at a time is rebuilt. Of a forward that did not
-        end, only the blocks that had passed are in the figure.
-        """
-        if not self._in_blocks:
-            return None
-        in_blocks = {storage for saved in self._in_blocks for storage in saved}
-        kept = {storage: size for storage, size in self._saved.storages.items() if storage not in in_blocks}
-        kept |= self._inputs
-        again = max(sum(size for storage, size in saved.items() if storage not in kept) for saved in self._in_blocks)
-        freed = max(0, self.num_bytes - sum(kept.values()) - again)
-        return freed if freed or self._has_ended else None
-
-    def __enter__(self) -> "ForwardMeter":
-        self._handles = [
-            self._model.register_forward_pre_hook(self._begin, prepend=True),
-            self._model.register_forward_hook(lambda *_: setattr(self, "_has_ended", True)),
-            self._model.register_forward_hook(self._stop, always_call=True),
-        ]
-        for block in self._blocks:
-            self._handles.append(block.modules[0].register_forward_pre_hook(self._enter_block))
-            self._handles.append(block.modules[-1].register_forward_hook(self._leave_block))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, *_: Any) -> None:
-        if not self._has_begun:
-            self._saved.__enter__()
-            self._counting = self._has_begun = True
-
-    def _stop(self, *_: Any) -> None:
-        if self._counting:
-            self._saved.__exit__(None, None, None)
-            self._counting = False
-
-    def _enter_block(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not self._counting:
-            return
-        self._before_block = set(self._saved.storages)
-        for tensor in tensors_in(inputs):
-            storage = tensor.untyped_storage()
-            self._inputs[storage._cdata] = storage.nbytes()
-
-    def _leave_block(self, *_: Any) -> None:
-        if self._counting:
-            saved = self._saved.storages
-            self._in_blocks.append({storage: saved[storage] for storage in saved.keys() - self._before_block})

@@ -1,18 +1,6 @@
 """Layers that are alike are traced once: the trace of a step of all layers, from a step of some.
 
-NOTE [ layers that are alike ]
-1. ``kinds_of`` in ``core/costs/block_costs.py`` tells which layers are alike.
-2. A *period* is the least number of layers after which their kinds repeat: six, where attention is local in five and
-   global in the sixth. Whole periods are left out of the middle of a list, so that every layer that is traced has
-   neighbours of the same kinds as in the model. The first layers and the last two are always traced: the input of the
-   first may need no gradient, the last offloads nothing. As many as a period are first: where a layer is the first of
-   its kind, its backward frees the mask that all of its kind share. Of the layers that remain, neighbours of one kind
-   are periods of one layer each.
-3. A layer that is left out returns its input. Afterwards the readings of the period before it are copied into the
-   trace, each copy higher by the bytes that a period leaves behind, and so are its parts, with storages of their own.
-4. A storage is a copy's own if the layers of the period made it: it is no argument of theirs besides the hidden states,
-   and no part before them knows it.
-5. Where a layer returns more than its hidden states, or the model does something between two layers, all are traced.
+Notes: ``docs/design/costs.md``.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

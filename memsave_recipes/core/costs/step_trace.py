@@ -1,18 +1,6 @@
 """The chain of a model from traces of its step.
 
-NOTE [ from readings to costs ]
-1. A storage that several parts save (a mask, rotary tables), or that one saves and a block takes besides its state,
-   belongs to the part between blocks before the first of them, since no plan frees it.
-2. A transient is the highest reading in a part's forward or backward less the bytes that the simulator has live there.
-   So the simulated baseline peaks exactly as it was measured, and memory that the chain does not track (a model's own
-   variables, say) is in the transients. Where all blocks under another action save such a variable, one alone may not:
-   it is in the transient of each.
-3. A block's time is the mean of its faster half of the runs: other processes only ever make a run slower. Blocks that
-   are alike (``kinds_of``) and of equal bytes have the median of theirs. The noise is the standard error over the runs,
-   by the jackknife (Efron and Stein 1981, https://doi.org/10.1214/aos/1176345462).
-4. Offloaded tensors pass no hook. The storages that ``core/activations/offload.py`` leaves on the device count as
-   saved; copies under way are in the transients. The last block that offloads never copies and the one before it is
-   not waited for, whichever these are, so the most that a block moves counts as resident, twice.
+Notes: ``docs/design/costs.md``.
 """
 
 from collections import Counter, defaultdict

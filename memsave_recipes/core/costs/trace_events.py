@@ -3,16 +3,7 @@
 A *boundary* is a place in a step at which its caller calls ``mark()`` of a meter. ``StepTracer`` marks the boundaries
 of blocks and tells which storages each block takes, returns and saves.
 
-NOTE [ the parts of a step ]
-1. A *part* is a block of a plan, or everything between two of them: embedding, transition, head and loss. A module
-   outside of all blocks is a part of its own where its weights are gathered by themselves, in shards.
-2. The forward of a part ends where the next one begins. Its backward begins when the gradient of its output is there
-   and ends where that of the part before begins. A part whose output needs no gradient has none.
-3. The output of a block ends with the first tensor that it has made. Layers return more than their hidden states
-   (attention weights, a position bias that all of them share), whose gradients come at other times.
-4. Storages are told apart by weak references, which keep an address from being used again.
-5. A model's variable may hold the input of a block until all have run, though nothing saves it: normalized images, of
-   which a convolution under autocast saves a cast. These are the variables' bytes, of the forward alone.
+Notes: ``docs/design/costs.md``.
 """
 
 import weakref

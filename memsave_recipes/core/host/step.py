@@ -4,30 +4,7 @@ So the device holds weights and activations, and neither gradients nor optimizer
 2021, https://arxiv.org/abs/2101.06840). torchao's ``CPUOffloadOptimizer`` neither adds gradients up on the host nor
 clips them.
 
-NOTE [ steps on the host ]
-1. The optimizer steps a *master* of every parameter that trains: a copy on the host, in float32 unless it rounds
-   stochastically. Where the weights are float32, too, both have the same bits.
-2. A gradient is copied as soon as autograd has made it, and freed when the copy is done. The first one of a step goes
-   to its place on the host. A thread adds those of later micro-batches to it, in the dtype of the master: in float32
-   these are the sums that the device would make.
-3. All gradients are on the host before the first parameter is stepped, so clipping and the check for NaN are those of
-   any run. With ``--optimizer_in_backward``, which does without both, the thread steps each master as soon as its
-   gradient is whole. The weights follow after the backward, which may read them until then.
-4. The masters are stepped in pieces (``pieces_of``). While one is stepped, the one before travels to the device.
-5. Under DDP, and where gradients are added up in a fixed order, they stay on the device until the last backward ends.
-6. A checkpoint holds the masters where they have more bits than the weights, beside the state of the optimizer, so that
-   one on the device keeps none of them.
-7. A weight that waits on the host itself (``--stream_weights``) is its own master if the dtypes are the same. It is
-   stepped when no copy reads it. DDP passes over it: the ranks average each of its gradients before it leaves.
-8. Of weights in shards each rank steps its parts: a master is a ``DTensor`` with its part on the host, so optimizers
-   and checkpoints see shards. The norms of the parts are summed on the device, in one message. Torch's
-   ``CPUOffloadPolicy`` serves where all weights may wait on the host as well, and neither clips without a process
-   group of CPUs nor adds gradients of bfloat16 up in float32.
-9. A master is valid for the weight that it was made of. That is known by its memory, its version and a digest, which
-   the device makes before the first master is stepped; of weights that wait on the host there is no digest. If one is
-   another, the master takes all numbers of the weight that are not its own ones, rounded.
-10. ``Away`` stands for a gradient that has left, so that it is noticed if anybody clears or replaces ``weight.grad``.
-    A gradient that stays until the last backward ends is there until the step ends.
+Notes: ``docs/design/host.md``.
 """
 
 from collections import deque

@@ -4,9 +4,10 @@ The candidates of a micro-batch size are the plans of ``STRATEGIES`` and the sol
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from math import hypot, inf
+from typing import Any
 
 from torch import nn
 
@@ -31,8 +32,7 @@ from memsave_recipes.core.plans.shards import Shards
 from memsave_recipes.core.sharding.groups import ShardGroups
 from memsave_recipes.core.sharding.units import sharded_units
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
-from memsave_recipes.core.text import format_bytes
+from memsave_recipes.core.step.settings import AUTO, OptimizerSettings, StepSettings
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
 AS_FAST = 0.01  # of a step's time: a candidate that is slower by less is preferred if it is simpler
@@ -41,18 +41,39 @@ MOST_TRIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Room:
+    """What a rank has: memory of its device and of its host, and their rates.
+
+    Args:
+        budget_bytes: of the device, overheads included.
+        overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
+        host_budget_bytes: memory of the host for offloading; ``None`` where it is not known.
+        host_bytes_per_s: between the device and the host, one way.
+        host_memory_bytes_per_s: that the host reads and writes.
+        memory_bytes_per_s: that the device reads and writes.
+    """
+
+    budget_bytes: int
+    overheads: Mapping[str, int] = field(default_factory=dict)
+    host_budget_bytes: int | None = None
+    host_bytes_per_s: float = inf
+    host_memory_bytes_per_s: float = inf
+    memory_bytes_per_s: float = inf
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """These fields alone, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(Room)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Room):
     """A way to compute the global batch, with its predicted memory and time.
 
     Args:
         loss: value of ``--loss``, where the recipe has a choice.
         forecast: of the largest forward of a step; its chain includes ``weights_bytes`` and ``static``.
         weights_bytes: parameters and buffers; in shards those of one rank.
-        overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
-        host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
-        host_bytes_per_s: between a device and its host, one way.
-        host_memory_bytes_per_s: that the host reads and writes.
-        memory_bytes_per_s: that the device reads and writes.
     """
 
     layout: BatchLayout
@@ -60,12 +81,6 @@ class Candidate:
     forecast: Forecast
     weights_bytes: int
     static: StaticMemory
-    overheads: Mapping[str, int] = field(default_factory=dict)
-    budget_bytes: int
-    host_budget_bytes: int | None = None
-    host_bytes_per_s: float = inf
-    host_memory_bytes_per_s: float = inf
-    memory_bytes_per_s: float = inf
 
     @property
     def strategy(self) -> str:
@@ -212,13 +227,11 @@ def _complexity(candidate: Candidate) -> tuple[int, int, bool, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace:
+class SearchSpace(Room):
     """The constraints of a search, and the candidates that they admit.
 
     Args:
-        budget_bytes: of the device, overheads included.
-        strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else only this one.
-        overheads, host_budget_bytes, host_bytes_per_s, host_memory_bytes_per_s, memory_bytes_per_s: see ``Candidate``.
+        strategy: with ``budget`` all plans are candidates, else only this one.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
         compiled_ratios: of compiled memory, to measure for a budget.
@@ -229,14 +242,8 @@ class SearchSpace:
             budget; ``None``: no block does.
     """
 
-    budget_bytes: int
     strategy: str
     static: Callable[[BatchLayout], StaticMemory]
-    overheads: Mapping[str, int] = field(default_factory=dict)
-    host_budget_bytes: int | None = None
-    host_bytes_per_s: float = inf
-    host_memory_bytes_per_s: float = inf
-    memory_bytes_per_s: float = inf
     plan_of: Callable[[str, Collection[str]], Plan]
     plan: Plan | None = None
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
@@ -254,12 +261,7 @@ class SearchSpace:
                 forecast=found,
                 weights_bytes=measurement.workload.weights_bytes - static.remote_bytes,
                 static=static,
-                overheads=self.overheads,
-                budget_bytes=self.budget_bytes,
-                host_budget_bytes=self.host_budget_bytes,
-                host_bytes_per_s=self.host_bytes_per_s,
-                host_memory_bytes_per_s=self.host_memory_bytes_per_s,
-                memory_bytes_per_s=self.memory_bytes_per_s,
+                **self.room,
             )
             for in_shards, static in self._reduced(layout)
             for found in self._forecasts(measurement, static, in_shards)
@@ -308,8 +310,8 @@ class SearchSpace:
         found = self._with(plan, measurement, static, in_shards)
         if plan.blocks != found.chain.decided_names:
             raise InputError(
-                f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "
-                "--micro_batch_size a number, or take another strategy"
+                f"strategy {strategy} has blocks of its own, whose memory cannot be predicted: give "
+                "micro_batch_size a number, or take another strategy"
             )
         return found
 
@@ -367,15 +369,10 @@ def search_space(
     run: StepSettings,
     optim: OptimizerSettings,
     model: nn.Module,
-    budget_bytes: int,
+    room: Room,
     *,
     num_processes: int,
     device_type: str,
-    overheads: Mapping[str, int],
-    host_budget_bytes: int | None = None,
-    host_bytes_per_s: float = inf,
-    host_memory_bytes_per_s: float = inf,
-    memory_bytes_per_s: float = inf,
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
 ) -> SearchSpace:
@@ -403,14 +400,9 @@ def search_space(
 
     static = partial(static_memory_of, optim, model, logging_steps=run.logging_steps, device_type=device_type)
     return SearchSpace(
-        budget_bytes=budget_bytes,
+        **room.room,
         strategy=run.activation_checkpointing or "none",
         static=static if groups is None else partial(static, num_shards=groups.size),
-        overheads=overheads,
-        host_budget_bytes=host_budget_bytes,
-        host_bytes_per_s=host_bytes_per_s,
-        host_memory_bytes_per_s=host_memory_bytes_per_s,
-        memory_bytes_per_s=memory_bytes_per_s,
         plan_of=partial(plan_blocks, model),
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
         in_shards=None if groups is None else partial(in_shards, groups),
@@ -452,60 +444,3 @@ def _is_measured(strategy: str, measurement: Measurement) -> bool:
 
 def _costs(found: Forecast) -> tuple[object, ...]:
     return found.peak, found.added_s, found.noise_s, found.host_bytes
-
-
-@dataclass(frozen=True)
-class HostUse:
-    """What a rank moves to its host, and how much of that there is; ``None`` where it is not known.
-
-    Args:
-        flags: that move it.
-        ways: to move less.
-    """
-
-    flags: list[str]
-    num_bytes: int
-    there: int | None
-    ways: list[str]
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> "HostUse":
-        """Return that of a candidate: of its plan and its optimizer."""
-        static, there = candidate.static, candidate.host_budget_bytes
-        found = cls([], 0, there, [])
-        if static.host_bytes:
-            found = cls.beside_plans(static.host_bytes, there)
-        flags, ways = found.flags, found.ways
-        if candidate.forecast.plan.offloads or not flags:
-            flags = [f"--activation_checkpointing {candidate.strategy}", *flags]
-            ways = ["full", "a smaller --micro_batch_size", *ways]
-        return cls(flags, candidate.host_bytes, there, ways)
-
-    @classmethod
-    def beside_plans(cls, optimizer_bytes: int, there: int | None) -> "HostUse":
-        """Return that of an optimizer."""
-        ways = ["--offload_optimizer none", "an optimizer with less state"]
-        return cls(["--offload_optimizer"], optimizer_bytes, there, ways)
-
-    @property
-    def too_small(self) -> InputError:
-        """The error for a host that has less."""
-        moved, there = format_bytes(self.num_bytes), format_bytes(self.there or 0)
-        ways = ", or ".join([", ".join(self.ways[:-1]), self.ways[-1]] if self.ways[1:] else self.ways)
-        return InputError(
-            f"{' '.join(self.flags)}: a rank would move {moved} to its host, which has {there} available for it: "
-            f"take {ways}"
-        )
-
-    @property
-    def line(self) -> str:
-        """How much it is, for people."""
-        of = "" if self.there is None else f", of {format_bytes(self.there)} that are available to it"
-        return f"{' '.join(self.flags)}: at most {format_bytes(self.num_bytes)} of the host's memory for a rank{of}"
-
-
-def reduction_line(*, once: bool) -> str:
-    """Say when the gradients of accumulated micro-batches are reduced, where weights are in shards."""
-    if once:
-        return f"gradients are reduced once a step, and whole on each rank until then (--reduce_gradients {PER_STEP})"
-    return f"gradients are reduced after every micro-batch (--reduce_gradients {PER_MICRO_BATCH})"

@@ -1,46 +1,35 @@
-"""A recipe's training task, the choice of its plan for a target device by estimates alone, and its frontier.
+"""A recipe's training task, and the choice of its plan for a target device by estimates alone.
 
 A recipe that ``memsave plan`` can plan has a function ``task(args)`` next to its ``main``, made of the same functions.
 """
 
-import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.core.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.core.activations import block_names, find_stacks
 from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.activations.streaming import ALL, FROZEN, NONE, host_bytes
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.estimate import Estimator, fake_batch, fake_model, stream_on_target
-from memsave_recipes.core.costs.memory import is_out_of_memory
-from memsave_recipes.core.costs.preserve_state import clear_gradients, preserve_state
 from memsave_recipes.core.costs.targets import Target, find_target, target_of
-from memsave_recipes.core.costs.throughput import utilization_pct
-from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.planner.ahead import ahead
-from memsave_recipes.core.planner.budget import least_memory, overheads_of_target, plans_to_measure, usable_bytes
-from memsave_recipes.core.planner.search import Candidate, Choice, SearchSpace, open_layouts, search, search_space
-from memsave_recipes.core.planner.trial_step import step_bytes
-from memsave_recipes.core.plans import BUDGET_WORDS, Plan
+from memsave_recipes.core.planner.budget import overheads_of_target, plans_to_measure, usable_bytes
+from memsave_recipes.core.planner.search import Candidate, Choice, Room, SearchSpace, open_layouts, search, search_space
+from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.sharding.groups import ShardGroups, check_precision
 from memsave_recipes.core.sharding.units import modules_outside_blocks
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout
 from memsave_recipes.core.step.settings import OptimizerSettings, StepSettings
 from memsave_recipes.core.text import GIB
 
-FOLDER_FLAG = "--output_dir"
 AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -205,37 +194,6 @@ class Launch:
         return cls(target=target, num_processes=num_processes, mixed_precision=mixed_precision.replace("fp8", "bf16"))
 
 
-def read_task(recipe: Path, args: Sequence[str]) -> Task:
-    """Return the task of the recipe in a file under the flags ``args``; ``--output_dir`` may be missing.
-
-    Raises:
-        InputError: no such file, no function ``task`` in it, or flags that it refuses.
-    """
-    task: Callable[[list[str]], Task] | None = getattr(_load(recipe), "task", None)
-    if task is None:
-        raise InputError(f"{recipe} has no function task(args): docs/planner.md has an example")
-    named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)
-    if "transformers" in sys.modules:  # which shows a bar for weights that it does not read either
-        sys.modules["transformers"].utils.logging.disable_progress_bar()
-    return task([*args] if named else [*args, FOLDER_FLAG, "out"])
-
-
-def _load(recipe: Path) -> object:
-    if not os.path.isfile(recipe):  # unlike pathlib, without an error for a text that cannot be a path
-        raise InputError(f"RECIPE {recipe} is not a file: name one such as recipes/language_modeling.py")
-    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
-    if spec is None or spec.loader is None:
-        raise InputError(f"RECIPE {recipe} is not a Python file")
-    try:
-        compile(recipe.read_bytes(), str(recipe), "exec")
-    except (SyntaxError, ValueError) as error:
-        raise InputError(f"RECIPE {recipe} is not Python: {error}") from error
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[recipe.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def estimate(
     task: Task,
     *,
@@ -302,7 +260,7 @@ def choose_for_target(
     """
     estimates = Estimates(task, launch)
     space = replace(space_of(task, launch, estimates.model, budget_bytes), plan=plan)
-    plans_of = _plans_of(space, launch)
+    plans_of = plans_of_space(space, launch)
     layouts, losses = layouts_of(task, launch.num_processes), task.losses_on(launch.target.device_type)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
@@ -322,7 +280,7 @@ def choose_for_target(
         return search(layouts, losses, candidates_of)
 
 
-def _plans_of(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:
+def plans_of_space(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:
     """Return what lists the plans under which a workload has to run for the strategy of ``space``."""
     return partial(
         plans_to_measure,
@@ -335,18 +293,22 @@ def _plans_of(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[P
 
 def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:
     """Return what the flags of a task leave open for its model on a device."""
+    target = launch.target
+    room = Room(
+        budget_bytes=budget_bytes,
+        overheads=overheads_of_target(target),
+        host_budget_bytes=launch.host_budget_bytes,
+        host_bytes_per_s=target.host_bytes_per_s,
+        host_memory_bytes_per_s=target.host_memory_bytes_per_s,
+        memory_bytes_per_s=launch.rates.bytes_per_s,
+    )
     return search_space(
         task.run,
         task.optim,
         model,
-        budget_bytes,
+        room,
         num_processes=launch.num_processes,
-        device_type=launch.target.device_type,
-        overheads=overheads_of_target(launch.target),
-        host_budget_bytes=launch.host_budget_bytes,
-        host_bytes_per_s=launch.target.host_bytes_per_s,
-        host_memory_bytes_per_s=launch.target.host_memory_bytes_per_s,
-        memory_bytes_per_s=launch.rates.bytes_per_s,
+        device_type=target.device_type,
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )
@@ -374,40 +336,6 @@ class Estimates:
     def model_flops(self, layout: BatchLayout, loss: str | None) -> Mapping[str, int]:
         """Return the model's FLOPs in the largest forward of a step and its backward, by precision."""
         return self._estimator.model_flops(fake_workload(self.task, self.launch, self.model, layout, loss))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """What the seconds of a step mean.
-
-    Args:
-        bound_s: of the same step by the data sheet.
-        tokens_per_s: over all ranks, where samples are rows of tokens.
-        mfu_pct: the share of the device's peak that the model's FLOPs are, as ``utilization_pct`` has it of a run;
-            ``None`` where the peak is not known.
-    """
-
-    bound_s: float
-    tokens_per_s: float | None
-    mfu_pct: float | None
-
-
-def speed_of(task: Task, launch: Launch, candidate: Candidate) -> Speed:
-    """Return the speed of a candidate of ``choose_for_target``."""
-    rows = task.micro_batch(1).get("input_ids")
-    tokens_per_s = rows.numel() * candidate.samples_per_s if isinstance(rows, Tensor) else None
-    if launch.rates is launch.target:
-        return Speed(bound_s=candidate.step_s, tokens_per_s=tokens_per_s, mfu_pct=None)
-    layout, loss = candidate.layout, candidate.loss
-    estimates = Estimates(task, replace(launch, by_data_sheet=True))
-    found = space_of(task, estimates.launch, estimates.model, candidate.budget_bytes)
-    space = replace(found, plan=candidate.forecast.plan, reductions=(candidate.reduces_once,))
-    plans_of = _plans_of(replace(space, strategy=candidate.strategy), launch)
-    (bound,) = space.candidates(estimates.of(layout, loss, plans_of), layout, loss)
-    flops = estimates.model_flops(layout, loss)
-    rates = {precision: count * layout.forwards_per_step / candidate.step_s for precision, count in flops.items()}
-    mfu_pct = utilization_pct(rates, launch.target.name)
-    return Speed(bound_s=bound.step_s, tokens_per_s=tokens_per_s, mfu_pct=mfu_pct)
 
 
 def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
@@ -445,138 +373,3 @@ def inputs_of(task: Task, layout: BatchLayout, tensors_of: Callable[[Batch], Bat
     """
     micro_batches = [tensors_of(task.micro_batch(size)) for size in layout.largest_forward(layout.global_batch_size)]
     return partial(layout.joined, micro_batches)
-
-
-EVERY = (2, 4)  # values of K in every:K
-SEGMENTS = (2, 4, 8)  # values of K in segments:K
-NUM_BUDGETS = 4  # plans of the solver for each micro-batch size, from the least memory to nearly the baseline's
-NUM_TIMED = 3  # steps whose median is the measured time
-DOCUMENT_TOKENS = 256  # per document in synthetic packed batches
-
-
-def every_strategy(
-    space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None = None
-) -> list[Candidate]:
-    """Make the candidates of every strategy, and of the solver for ``NUM_BUDGETS`` budgets, for ``choose_for_target``.
-
-    Where the flags name a strategy, only its candidates.
-    """
-    if space.strategy not in BUDGET_WORDS:
-        return space.candidates(measurement, layout, loss)
-    found = [one for one in space.candidates(measurement, layout, loss) if one.strategy not in BUDGET_WORDS]
-    num_blocks = sum(map(len, measurement.workload.stacks))
-    for strategy in [f"every:{k}" for k in EVERY] + [f"segments:{k}" for k in SEGMENTS]:
-        if int(strategy.partition(":")[2]) <= num_blocks:
-            found += replace(space, strategy=strategy).candidates(measurement, layout, loss)
-    for budget_bytes in _budgets(space, measurement, layout, found):
-        solved = replace(space, budget_bytes=budget_bytes).candidates(measurement, layout, loss)
-        found += [replace(one, budget_bytes=space.budget_bytes) for one in solved if one.strategy in BUDGET_WORDS]
-    first_of_equal = {(one.needed_bytes, one.step_s): one for one in reversed(found)}
-    return list(first_of_equal.values())[::-1]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The memory with overheads and the time of a candidate that was run."""
-
-    needed_bytes: int
-    step_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontierPoint:
-    """A candidate of a frontier; Pareto-optimal if no other one is as fast in as little memory."""
-
-    candidate: Candidate
-    is_optimal: bool
-    measured: Measured | None = None
-
-    @property
-    def measured_samples_per_s(self) -> float | None:
-        """Measured throughput."""
-        samples = self.candidate.layout.global_batch_size
-        return None if self.measured is None else samples / self.measured.step_s
-
-
-def points_of(candidates: Sequence[Candidate]) -> list[FrontierPoint]:
-    """Return the candidates as points, marked where they are Pareto-optimal by prediction."""
-    optimal: set[int] = set()
-    fastest = 0.0
-    for candidate in sorted(candidates, key=lambda one: (one.needed_bytes, -one.samples_per_s)):
-        if candidate.samples_per_s > fastest:
-            optimal.add(id(candidate))
-            fastest = candidate.samples_per_s
-    return [FrontierPoint(candidate=candidate, is_optimal=id(candidate) in optimal) for candidate in candidates]
-
-
-def run_points(
-    task: Task, launch: Launch, points: Sequence[FrontierPoint], *, on_run: Callable[[], object] = lambda: None
-) -> list[FrontierPoint]:
-    """Run a micro-batch of each point on this device, with random weights and synthetic samples.
-
-    Returns:
-        The points with ``measured``; without it where the device has too little memory.
-    """
-    with launch.target.device:
-        model = task.planned_model()
-    found = []
-    for point in points:
-        try:
-            found.append(replace(point, measured=_run(task, launch, point.candidate, model)))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            found.append(point)
-        on_run()
-    return found
-
-
-def _synthetic_batch(batch: Batch, device: torch.device) -> Batch:
-    return {name: _values(name, part).to(device) if isinstance(part, Tensor) else part for name, part in batch.items()}
-
-
-def _budgets(
-    space: SearchSpace, measurement: Measurement, layout: BatchLayout, found: Sequence[Candidate]
-) -> list[int]:
-    """List budgets from the least that a plan needs, or one of ``found`` in shards, to nearly that of the first one."""
-    baseline = found[0]
-    if space.in_shards is None:
-        least_bytes = replace(baseline, forecast=least_memory(measurement, space.static(layout))).needed_bytes
-    else:
-        least_bytes = min(one.needed_bytes for one in found)
-    saved_bytes = baseline.needed_bytes - least_bytes
-    return [least_bytes + saved_bytes * part // NUM_BUDGETS for part in range(NUM_BUDGETS)]
-
-
-def _run(task: Task, launch: Launch, candidate: Candidate, model: nn.Module) -> Measured:
-    device, dtype = launch.target.device, AUTOCAST_DTYPES[launch.mixed_precision]
-    trained = task.trained(model, candidate.loss, device)
-    make_batch = inputs_of(task, candidate.layout, partial(_synthetic_batch, device=device))
-
-    def forward() -> Tensor:
-        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-            return task.loss_of(trained, make_batch())
-
-    def step(meter: Meter) -> None:
-        meter.mark()
-        forward().backward()
-        meter.mark()
-        clear_gradients(model)
-
-    peak_bytes = step_bytes(candidate.forecast, candidate.static, model, forward, device)
-    overheads_bytes = candidate.needed_bytes - candidate.peak_bytes
-    with apply_plan(model, candidate.forecast.plan), preserve_state(model, device):
-        seconds = median(DeviceInstruments(device).read_clock(step)[0] for _ in range(NUM_TIMED))
-    return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.forwards_per_step)
-
-
-def _values(name: str, tensor: Tensor) -> Tensor:
-    """Make values by the recipes' names of tensors; 1 is a valid class and a valid token everywhere."""
-    shape, dtype = tensor.shape, tensor.dtype
-    if dtype == torch.uint8:
-        return torch.randint(0, 256, shape, dtype=dtype)
-    if name == "affine":  # identity
-        return torch.eye(2, 3, dtype=dtype).expand(shape).clone()
-    if name == "position_ids":
-        return (torch.arange(shape[-1]) % DOCUMENT_TOKENS).expand(shape).clone()
-    return torch.ones(shape, dtype=dtype)

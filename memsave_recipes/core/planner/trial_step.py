@@ -1,20 +1,6 @@
 """Steps on this device before training, on all ranks: measured, and run under the plan that has been chosen.
 
-NOTE [ trial step ]
-1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate, or of all
-   micro-batches that one forward takes, on every rank. Gradients, random state and running statistics are restored.
-2. On an accelerator, memory of the size of the optimizer's state is allocated meanwhile, so a device that is too small
-   fails now. On a CPU the allocations of the trial step are added to the static memory.
-3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
-   BatchNorm over all ranks is the exception: with it the others wait for the timeout of the process group.
-4. A ratio of compiled memory does not bound the memory of a step (https://github.com/pytorch/pytorch/issues/197838).
-   Where the trial step of a plan that compiles peaks above the budget, the bytes that were missed are kept free, the
-   ratio half-way to the next smaller one is measured, too, and the plan is chosen again among all of them.
-5. In shards it gathers weights and reduces gradients, and ranks that share rows exchange slices, as in training: rule 3
-   does not hold, and a rank without memory ends the run. In shards, gradients of the first of two micro-batches are
-   among the static memory, or, where they are reduced once a step, in the step, which then has up to three. On a CPU a
-   buffer that a thread of gloo lets go last leaves no event, so a reading may be too high, by chance: the lowest of
-   ``READINGS`` counts.
+Notes: ``docs/design/planner.md``.
 """
 
 from collections.abc import Callable, Sequence

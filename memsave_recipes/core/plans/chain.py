@@ -3,32 +3,7 @@
 The name is that of Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains"
 (https://arxiv.org/abs/1911.13214).
 
-NOTE [ the figures of a chain ]
-1. Blocks are in the order in which they run and cover the *whole* forward, the loss included. What no plan decides
-   about (embeddings, pooling between two stacks, head and loss) is a block with ``stack=None``. So the input of a block
-   is the output of the block before, and the input of the first is the batch.
-2. Bytes are those of storages, each counted once (``allocated_bytes``). Parameters, buffers, optimizer state and the
-   batch are ``resident_bytes`` alone, also where a block saves them or hands them on.
-3. ``output_bytes``: the storages that leave the block and are not among its inputs. A view has 0 and ``passes_input``;
-   a layer of a dense block has its one new feature map and ``passes_input``.
-4. ``saved_bytes``: saved for backward *besides* input and output, which ``saves_input`` (a convolution) and
-   ``saves_output`` (a ReLU) are about. A storage that several blocks save (a mask, rotary tables) is in those of the
-   block that makes it.
-5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
-   began: its input, and ``extra_args_bytes``, arguments besides the state that the baseline does not save.
-   ``until_saved_bytes``: the same up to the last tensor that it saves, where torch stops a second run.
-6. ``backward_transient_bytes``: the highest live bytes in its backward less its saved tensors and the gradient of its
-   output, taken to be as large as all that leaves the block. It includes the gradients of its parameters, as if there
-   were none before; where there are, it is less by ``accumulated_bytes``.
-7. ``gradient_bytes``: the parameter gradients that its backward makes. A tied weight counts in the later of its blocks;
-   there ``tied_gradient_bytes`` wait for the gradient of the earlier use, under accumulation too.
-8. ``untracked_bytes``: the live bytes when its backward first reads what it saved, besides those of rule 6: the loss,
-   the gradient of an argument that all layers share. They are in the transient of its backward, and live while its span
-   runs again, which that reading starts. ``variables_bytes``: likewise when its forward begins, of variables.
-9. Measured seconds have a noise: the standard error of the figure. The solver adds it to the seconds that a plan adds,
-   block by block. So a plan is chosen where it is surely no slower; keeping everything wins every tie.
-10. The option ``RECOMPUTE_NESTED`` of a block is that of one by itself, of which the second run goes part by part where
-   it has parts. In a span of several blocks each of them has these costs in its last run.
+Notes: ``docs/design/plans.md``.
 """
 
 import math

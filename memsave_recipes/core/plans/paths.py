@@ -3,24 +3,7 @@
 An *edge* runs the next blocks under one action and a path of edges over all blocks is a plan. Its cost is the added
 time with its noise; its resources are the bytes that it holds.
 
-NOTE [ resources ]
-1. Whether an edge is feasible depends on the edges before it through two figures alone, the ``Resources``: ``HELD``,
-   the bytes that earlier blocks hold until their backward, and ``WITH_STATE``, the same with all of the *current state*
-   (the input of the next block) counted in, each storage once.
-2. The resources behind an edge never fall when those before it grow. So of two paths to one block, one that costs no
-   more and is no larger in either resource dominates the other, which can be dropped.
-3. Costs are whole *ticks*, a billionth of the baseline's forward: then sums of the same seconds in another order are
-   equal, and ties are seen as ties.
-
-NOTE [ completion bounds ]
-The cost of the rest of a path is bounded by a Lagrangian relaxation (Handler and Zang 1980, "A dual algorithm for the
-constrained shortest path problem", https://doi.org/10.1002/net.3230100403).
-1. The limit on bytes is dropped everywhere but at one block. There a multiplier charges for every byte above the limit
-   and pays for every byte below. A feasible path is charged nothing, so the shortest path of the relaxed problem costs
-   no more than the shortest feasible one, whatever the block and the multiplier.
-2. The dual function is concave and piecewise linear in the multiplier: each path is a line. It is maximised by cutting
-   planes: where the line of an infeasible path, which rises, meets that of a feasible one, which falls, look for a path
-   below; if there is none, that is the maximum.
+Notes: ``docs/design/plans.md``.
 """
 
 import math

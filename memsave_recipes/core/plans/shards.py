@@ -4,31 +4,7 @@ A *unit* is weights that are gathered together (``core/sharding/units.py``). Eac
 of every weight, the last ones less; what travels is padded to W times as many. Bytes are those of the first rank, which
 has most.
 
-NOTE [ a step in shards ], as of torch 2.13 and 2.15 (``torch/distributed/fsdp/_fully_shard``)
-1. Forward. When the first module of a unit is called, its shards are gathered into one buffer, and copied from there
-   into its weights. These are freed when the last of its modules has run, unless they stay; the buffer when the next
-   unit has been gathered (before torch 2.15, and copied into its weights), or the forward ends.
-2. Backward. When the gradient of its output is there, its weights are gathered again: the buffer was filled while the
-   unit behind it had its backward. It is freed at once, and that of the unit before is filled.
-3. When the gradient of its input is there, its weights are freed, and the buffer of the gradients that were reduced
-   before. Its own gradients are copied into such a buffer, on a CPU those that W does not divide through a padded copy;
-   then they are freed. What is reduced of them becomes the gradient of the shard, and the buffer stays.
-4. Units whose input needs no gradient are reduced when the backward has ended, in the order in which the model
-   registers them: embeddings, those behind frozen ones, and the root, whose weights stay from the first forward on.
-5. Accumulated micro-batches may be reduced one by one, so those before have left gradients of shards alone. Where
-   groups replicate one another, what was reduced in this backward stays besides them until its end.
-   Those that leave for the host do so one by one; those of a unit share memory, so it goes with the last of them.
-6. Or those before the last one are not reduced (``no_sync``). The first leaves whole gradients. Each gradient of the
-   others is gone when it has been added to them; that of a weight with two uses waits for the second.
-Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
-run of blocks that recompute counts as if all that they save were there until their end. Variables of the model count as
-they are under no plan, and so does a norm behind layers with tiles.
-
-NOTE [ traffic ]
-A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once, or only in the
-last micro-batch of a step. Each rank sends (W - 1) / W of the bytes, and between replicas twice that fraction of a
-shard. The unit's own forward and backward hide this as far as they take as long. Offloading counts as if it had a link
-of its own.
+Notes: ``docs/design/plans.md``.
 """
 
 from collections import Counter

@@ -1,25 +1,6 @@
 """Simulate a step under a plan: its memory timeline and peak, the added time, and the host memory that it pins.
 
-NOTE [ the memory of one forward and backward ]
-1. Forward: while a block runs, its input and all that the blocks before it hold is live. Under ``KEEP`` it then holds
-   its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone. Where any block runs again, the
-   ``extra_args_bytes`` of all are held from the first forward to the last backward.
-2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again; the gradient of its
-   output, its untracked bytes and ``span_bytes`` more are live then. The input of the span stays until its end.
-   In the second run of a ``RECOMPUTE_NESTED`` span each block but the last, which is not reached, runs and holds its
-   input; then each recomputes by itself, as its option says.
-3. Blocks before the first that trains have no backward. A span that recomputes begins behind them.
-4. The saved tensors of a block are freed with its backward; the gradients of its parameters stay. At last the
-   optimizer's update runs with all gradients live.
-
-NOTE [ the memory of the host ]
-1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
-   input included; one whose input alone is ``on_host`` copies that, unless it holds it on the device. Under actions
-   ``in_sublayers`` the input of its MLP, which is as large, waits there too.
-2. The last of them is never copied, as its backward comes at once; of one in sub-layers the MLP is the last.
-3. Copies are pinned in pieces that take at most an eighth more than their bytes (``core/activations/offload.py``).
-Small storages, which are not copied, count where they are inputs of blocks. Not modelled: an output that its own block
-saves and the next one does not.
+Notes: ``docs/design/plans.md``.
 """
 
 from collections.abc import Iterator

@@ -2,29 +2,7 @@
 
 The baseline is the model without checkpointing. Verdicts and tables call it *plain*.
 
-NOTE [ as exact as plain ]
-A plan that compiles rounds at other places, so its distance to the baseline in float64 has to be as small as the
-baseline's own, in the root mean square of each tensor. Two computations of equal quality are nearer to it by turns
-(measured: up to 1.4 times; a loss, which is one number, 21 times). Hence SLACK times the baseline's error, plus,
-relative to the size of the tensor, the baseline's error over all gradients or ROUNDING ulp. Tensors that are not of
-floating point have to be equal.
-
-NOTE [ deterministic kernels ]
-On CUDA the backward of flash and of memory-efficient attention is deterministic only where torch is told to raise: told
-to warn, it warns and adds in any order (ATen/native/transformers/cuda/attention_backward.cu of torch 2.11 to 2.13). So
-torch is told to raise. Where an operator does, the run begins again with warnings, and the operator is named. The
-flash-attn package takes its deterministic backward where transformers is asked for it by a variable.
-
-NOTE [ the proof ]
-1. The same global batch runs without the plan and with it, both from one state, without an optimizer. On a difference
-   the baseline runs a second time: a model that does not repeat itself says nothing about the plan.
-2. The baseline's results wait on the host; the device needs the memory of training without a plan, and under DDP that
-   of one more set of gradients.
-3. DDP sorts its buckets after its first backward, which changes the order of sums over three ranks and more. So each
-   run gets a reducer of its own, and the one that trains has seen nothing.
-4. A plan that compiles takes a third global batch, in float64 on a copy of the model. Dropout draws other masks in
-   float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
-5. Not seen: state that a model keeps outside of it, such as a global variable.
+Notes: ``docs/design/proof.md``.
 """
 
 import copy

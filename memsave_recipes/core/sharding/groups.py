@@ -30,13 +30,13 @@ class ShardGroups:
             return None
         if num_ranks == 1:
             raise InputError(
-                f"--shard {flag}: there is one rank, so no part of the weights could be elsewhere: launch several, as "
+                f"shard {flag}: there is one rank, so no part of the weights could be elsewhere: launch several, as "
                 "with `--config_file accelerate_configs/fsdp2.yaml`, or leave it out"
             )
         size = num_ranks if flag == FULL else int(str(flag))
         if num_ranks % size:
             raise InputError(
-                f"--shard {flag}: {num_ranks} ranks cannot be divided into groups of {size}: take a divisor of "
+                f"shard {flag}: {num_ranks} ranks cannot be divided into groups of {size}: take a divisor of "
                 f"{num_ranks}, or full"
             )
         return cls(size=size, num_ranks=num_ranks)
@@ -65,4 +65,4 @@ def check_precision(flag: str, mixed_precision: str) -> None:
         InputError: it is fp16.
     """
     if mixed_precision == "fp16":
-        raise InputError(f"--shard {flag}: the scaler of fp16 has not been tried with it: take bf16")
+        raise InputError(f"shard {flag}: the scaler of fp16 has not been tried with it: take bf16")

@@ -1,20 +1,6 @@
 """Cut a model up over the ranks, in place: ``shard(trained, model, plan, groups, device)``.
 
-NOTE [ as under DDP ]
-1. All ranks begin with the weights of rank 0, whatever each has built.
-2. Buffers are not cut up, and each rank's forward moves its own (BatchNorm's statistics). Before the first forward of a
-   step they become those of rank 0; ``no_sync``, by which Accelerate tells a model that a step goes on, puts it off.
-3. Without gradients a forward leaves nothing gathered behind, so that ``parameters()`` are shards between two calls.
-4. Gradients are reduced in every backward or, after ``reduce_once_a_step``, in none under ``no_sync``: torch then keeps
-   whole ones, of the dtype of the weights, on the parameters that it gathers into. The next backward outside reduces
-   the sums, between replicas as well. ``zero_grad`` knows nothing of them, so no step may end inside.
-
-NOTE [ weights that are not there yet ]
-1. A parameter can stand for a tensor that is in a file, which all machines see alike, or whose numbers all ranks draw
-   alike. Then it goes to the meta device, ``fully_shard`` cuts up its size, and this rank's part gets memory and is
-   read or drawn.
-2. One unit after the other, so that what was read and the pages of files that it was read from are no more than the
-   parts of this rank and the tensors of one unit. Of tensors that are drawn one at a time is there whole.
+Notes: ``docs/design/sharding.md``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,15 +1,6 @@
 """Which weights are gathered together: the units of a model under a plan.
 
-NOTE [ units ]
-1. A block of the plan is a unit; blocks of a span that recompute together, in layers that the model calls, are one. The
-   first of them to run again runs all of them, so their weights have to be there until the last has.
-2. Embeddings are a unit of their own. The output layer of a language model is one with the norm before it, and with the
-   embedding where both have one weight: torch refuses a weight in two units. It is needed again as soon as it has run,
-   so it stays until its backward.
-3. All else belongs to the root, the module that is trained, whose weights stay from the first forward to the end of the
-   backward: class tokens, a pooler, the head of a classifier.
-4. What runs in parts inside of a layer (its MLP in tiles, attention and MLP each from an input of its own) finds the
-   weights of that layer gathered, so the layer stays the unit.
+Notes: ``docs/design/sharding.md``.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -52,7 +43,7 @@ def units_of(model: nn.Module, plan: Plan, flag: str) -> list[Unit]:
     units = [Unit(modules) for modules in map(_with_weights, _groups(stacks, plan)) if modules]
     if len(units) < LEAST:
         raise InputError(
-            f"--shard {flag}: {type(model).__name__} has {len(units)} blocks with weights, so whole weights would be "
+            f"shard {flag}: {type(model).__name__} has {len(units)} blocks with weights, so whole weights would be "
             "on every rank for the whole step: leave it out, or take a model of layers"
         )
     units += _units_outside(model, stacks, units)
@@ -149,7 +140,7 @@ def check_parameters(trained: nn.Module, flag: str, unread: Container[nn.Paramet
     for name, parameter in trained.named_parameters():
         if parameter.ndim == 0 or not (parameter.is_contiguous() or parameter in unread):
             what = "a single number" if parameter.ndim == 0 else "not contiguous"
-            raise InputError(f"--shard {flag}: {name} is {what}, which torch does not cut up: leave it out")
+            raise InputError(f"shard {flag}: {name} is {what}, which torch does not cut up: leave it out")
 
 
 def joint_blocks(plan: Plan) -> list[tuple[str, ...]]:
@@ -233,6 +224,6 @@ def _check_no_weight_is_in_two(model: nn.Module, units: list[Unit], flag: str) -
         if len(names) > 1:
             first, second, *_ = names.values()
             raise InputError(
-                f"--shard {flag}: {first} and {second} are one weight, and would be gathered at different times: leave "
+                f"shard {flag}: {first} and {second} are one weight, and would be gathered at different times: leave "
                 "it out for this model"
             )

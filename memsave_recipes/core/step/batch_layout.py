@@ -78,16 +78,16 @@ class BatchLayout:
         size = self.sequence_parallel
         if self.num_processes % size:
             raise InputError(
-                f"--sequence_parallel {size}: {count_of(self.num_processes, 'rank')} cannot be divided into groups of "
+                f"sequence_parallel {size}: {count_of(self.num_processes, 'rank')} cannot be divided into groups of "
                 f"{size}: launch a multiple of {size}, or leave it out"
             )
         if self.global_batch_size < 1:
-            raise InputError(f"--global_batch_size {self.global_batch_size} is not a positive number of samples")
+            raise InputError(f"global_batch_size {self.global_batch_size} is not a positive number of samples")
         if self.micro_batch_size < 1:
-            raise InputError(f"--micro_batch_size {self.micro_batch_size} is not a positive number of samples")
+            raise InputError(f"micro_batch_size {self.micro_batch_size} is not a positive number of samples")
         if self.global_batch_size < self.num_shares:
             raise InputError(
-                f"--global_batch_size {self.global_batch_size} is smaller than the {self._takers(self.num_shares)}: "
+                f"global_batch_size {self.global_batch_size} is smaller than the {self._takers(self.num_shares)}: "
                 f"raise it to at least {self.num_shares} or launch fewer processes"
             )
 
@@ -237,7 +237,7 @@ class SampleOrder:
         if not self.steps_per_epoch:
             raise InputError(
                 f"drop_last leaves nothing: the data set has {self.num_samples} samples, fewer than "
-                f"--global_batch_size {self.global_batch_size}: lower that, or leave drop_last out"
+                f"global_batch_size {self.global_batch_size}: lower that, or leave drop_last out"
             )
 
     @property

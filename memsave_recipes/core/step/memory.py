@@ -15,23 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsave_recipes.core.activations.blocks import CONV1D, MODEL, is_of
 from memsave_recipes.core.activations.streaming import streamed_parameters
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.state import SMALLEST_BYTES, pieces_of, pinned_bytes
 from memsave_recipes.core.host.step import ring_bytes
 from memsave_recipes.core.plans.chain import allocated_bytes
 from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.sharding.tensors import num_parts
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.settings import OptimizerSettings
-from memsave_recipes.core.step.update_rules import (
-    BITSANDBYTES_BLOCK,
-    has_8bit_state,
-    hidden_matrices,
-    part_numel,
-    slice_bytes,
-)
 
+MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
+BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
 BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
+SLICE_NUMEL = 2**18
+"""Numbers of a slice on a CPU. An accelerator takes more at a time, or it would wait for kernels to be launched."""
+SLICE_NUMEL_ON_ACCELERATORS = 2**22
+BYTES_OF_A_NUMBER = 5 * 4 + 1  # gradient, moments, root and weight in float32, whether it is NaN
+RANDOM_BYTES = 4  # of each number of the slice, also of those that other ranks have
 TILE = 64  # rows and columns: oneDNN packs matrices of bfloat16 in whole tiles
 ACCUMULATORS = 2**15  # bytes of a thread of oneDNN
 MOST_PACKED = 2**21, 192  # bytes that a thread packs at a time, at most, or of every row of a long matrix
@@ -50,6 +52,22 @@ NORM_CHUNK = 2**16
 which makes as many sums for every gradient as the largest has)."""
 
 
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of linear layers of ``model`` that train, without its head and those that are also an embedding."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) or is_of(CONV1D, module)]
+    left_out = {layer.weight for layer in _head(model, layers)}
+    left_out |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights = dict.fromkeys(layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter))  # each once
+    return [weight for weight in weights if weight.requires_grad and weight.ndim == 2 and weight not in left_out]
+
+
+def _head(model: nn.Module, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """Of the linear layers, those outside the body of a model of transformers; of another model, the last one."""
+    body: Any = next((module.base_model for module in model.modules() if is_of(MODEL, module)), model)
+    inside = set(body.modules())
+    return [layer for layer in layers if layer not in inside] or layers[-1:]
+
+
 def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """The parameters of ``model`` that train, by the name of what steps them: beside Muon that is AdamW.
 
@@ -62,7 +80,7 @@ def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[
     matrices = hidden_matrices(model)
     if not matrices:
         raise InputError(
-            "--optimizer muon is for matrices of hidden linear layers, and this model trains none: take adamw"
+            "optimizer muon is for matrices of hidden linear layers, and this model trains none: take adamw"
         )
     known = set(matrices)
     return {"muon": matrices, "adamw": [parameter for parameter in trained if parameter not in known]}
@@ -383,3 +401,41 @@ def losses_bytes(layout: BatchLayout, logging_steps: int, *, on_cpu: bool) -> in
     parts = layout.accumulation_steps if layout.is_bitwise else 0
     of_a_step = parts + NUMBERS_OF_A_LOSS * layout.accumulation_steps // layout.forwards_per_step
     return allocated_bytes([NUMBER_BYTES] * (of_a_step + 2 * logging_steps), on_cpu=on_cpu)
+
+
+def num_rows(parameter: Tensor) -> int:
+    """Entries of the first dimension."""
+    return parameter.shape[0] if parameter.ndim else 1
+
+
+def slice_rows(parameter: Tensor, *, on_cpu: bool | None = None) -> int:
+    """Of a slice: entries of the first dimension, at least one."""
+    on_cpu = parameter.device.type == "cpu" if on_cpu is None else on_cpu
+    numel = SLICE_NUMEL if on_cpu else SLICE_NUMEL_ON_ACCELERATORS
+    return max(1, numel * num_rows(parameter) // max(1, parameter.numel()))
+
+
+def slice_bytes(parameter: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """The temporaries of an update of ``parameter``, in shards over ``num_ranks``, by ``StochasticAdamW``."""
+    length = max(1, num_rows(parameter))
+    rows = min(length, slice_rows(parameter, on_cpu=on_cpu))
+    row = parameter.numel() // length
+    return row * (BYTES_OF_A_NUMBER * min(rows, -(-length // num_ranks)) + RANDOM_BYTES * rows)
+
+
+def part_numel(parameter: Tensor, num_ranks: int) -> int:
+    """Numbers of the largest part of ``parameter`` in shards over ``num_ranks``."""
+    length = max(1, num_rows(parameter))
+    return parameter.numel() // length * -(-length // num_ranks)
+
+
+def has_8bit_state(parameter: Tensor, num_ranks: int | None = None) -> bool:
+    """Whether 8-bit AdamW keeps the state of ``parameter`` in 8 bits.
+
+    Args:
+        num_ranks: that hold it in shards; default: as it is.
+    """
+    if parameter.numel() < MIN_8BIT_NUMEL:
+        return False
+    num_ranks = num_parts(parameter) if num_ranks is None else num_ranks
+    return num_ranks == 1 or part_numel(parameter, num_ranks) % BITSANDBYTES_BLOCK == 0

@@ -82,8 +82,8 @@ class StepSettings:
         """
         if self.reduce_gradients != AUTO and not self.in_shards:
             raise InputError(
-                f"--reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
-                "pass --shard full, or leave it out"
+                f"reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
+                "shard them, or leave it out"
             )
 
     @property
@@ -151,21 +151,3 @@ class OptimizerSettings:
     def goes_in_shards(self) -> bool:
         """Whether the optimizer steps weights in shards. Adafactor's means and its clipping are of whole tensors."""
         return self.optimizer != "adafactor"
-
-
-def why_not_in_backward(layout: BatchLayout, mixed_precision: str, *, clips: bool) -> str | None:
-    """The reason why an optimizer cannot step in the backward, as it needs all gradients at once; ``None`` if it can.
-
-    Args:
-        clips: whether gradients are clipped.
-    """
-    if layout.needs_all_gradients is not None:
-        return f"{layout.needs_all_gradients}: leave one of them out"
-    reasons = {
-        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
-        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
-        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
-        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": clips,
-        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)

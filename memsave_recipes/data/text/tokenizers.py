@@ -38,13 +38,13 @@ from transformers import (
 )
 
 from memsave_recipes.core.errors import InputError, require
-from memsave_recipes.core.losses import label_of
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.data.sources import LONG_BYTES, generated, progress_bars
 from memsave_recipes.data.text.documents import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.models.hub import loading_by_name, open_tokenizer
+from memsave_recipes.models.labels import label_of
 from memsave_recipes.models.pretrained import VOCAB_SIZE
 
 CHUNK_CHARACTERS = 2**18

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from memsave_recipes.core.errors import InputError, packages_of
-from memsave_recipes.core.losses import label_of
 from memsave_recipes.core.text import first_line, first_of
 from memsave_recipes.data.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.data.sources import LONG_BYTES, Splits, of_each, progress_bars
@@ -35,6 +34,7 @@ from memsave_recipes.data.vision.augmentation import (
     transformed,
 )
 from memsave_recipes.data.vision.image_folder import file_state
+from memsave_recipes.models.labels import label_of
 
 with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError

@@ -11,7 +11,7 @@ from typing import Any
 from memsave_recipes.core.costs.targets import Target, target_of
 from memsave_recipes.core.errors import InputError, require
 from memsave_recipes.core.planner.budget import usable_bytes
-from memsave_recipes.core.planner.task import Launch, Task, read_task
+from memsave_recipes.core.planner.task import Launch, Task
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.text import GIB, format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.tools.cli.flags import STDOUT, recipe_path, write_text
@@ -26,6 +26,7 @@ from memsave_recipes.tools.cli.request import (
     to_json,
 )
 from memsave_recipes.tools.fit.ladder import IMAGES, Rung, Subject, best_rung, find_subject, ladder
+from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.tools.pages.choice import heading, row
 from memsave_recipes.training.parsing import named_flags
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
-from memsave_recipes.core.errors import BUDGET_FLAG, InputError
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.text import GIB, MIB, printable
 
 STDOUT = "-"
@@ -156,7 +156,7 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         help="a file, or the name of one that `memsave recipes` lists, such as language_modeling",
     )
     parser.add_argument(
-        BUDGET_FLAG,
+        "--memory_budget_gib",
         type=float,
         metavar="F",
         help="memory of a device, in GiB; default: 95 %% of a GPU's, all of a CPU's",

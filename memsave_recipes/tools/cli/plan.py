@@ -22,9 +22,8 @@ from typing import Any
 
 from memsave_recipes.core.costs.estimate import fake_model
 from memsave_recipes.core.errors import InputError, require
-from memsave_recipes.core.planner.lengths import TOKENS_APART, Curve, curves, under_each
 from memsave_recipes.core.planner.search import Choice
-from memsave_recipes.core.planner.task import choose_for_target, every_strategy, points_of, speed_of
+from memsave_recipes.core.planner.task import choose_for_target
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.tools.cli.flags import STDOUT, write_text, writing
@@ -41,6 +40,15 @@ from memsave_recipes.tools.cli.request import (
     record_of_candidate,
     to_json,
     without,
+)
+from memsave_recipes.tools.fit.frontier import (
+    TOKENS_APART,
+    Curve,
+    curves,
+    every_strategy,
+    points_of,
+    speed_of,
+    under_each,
 )
 from memsave_recipes.tools.pages.choice import best_rows, show_choice, speed_line
 from memsave_recipes.tools.pages.frontier import by_family, frontier_page, plan_page, show_curves, show_points

@@ -17,14 +17,11 @@ from memsave_recipes.core.planner.budget import usable_bytes
 from memsave_recipes.core.planner.make_plan import MAX_GIB
 from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.planner.task import (
-    FrontierPoint,
     Launch,
     Task,
     choose_for_target,
     fake_planned_model,
     layouts_of,
-    read_task,
-    run_points,
     shard_groups,
 )
 from memsave_recipes.core.plans import BUDGET_WORDS
@@ -33,7 +30,9 @@ from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.settings import AUTO, PER_STEP
 from memsave_recipes.core.text import GIB, to_gib
 from memsave_recipes.tools.cli.flags import CONFIGS, other_recipe, recipe_at_hand, recipes_folder
-from memsave_recipes.tools.fit.savings import budget_too_small
+from memsave_recipes.tools.fit.advice import budget_too_small
+from memsave_recipes.tools.fit.frontier import FrontierPoint, run_points
+from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.training.parsing import named_flags, underscored
 
 EXPECTED_SECONDS = (
@@ -138,14 +137,7 @@ class PlanRequest:
 
     def no_fit(self, choice: Choice) -> InputError:
         """Return the error where no candidate fits."""
-        model = fake_planned_model(self.task, self.launch.target)
-        return budget_too_small(
-            choice.smallest,
-            model,
-            self.task,
-            mixed_precision=self.launch.mixed_precision,
-            device_type=self.launch.target.device_type,
-        )
+        return budget_too_small(choice.smallest, self.task, lambda: self.launch)
 
 
 def read_request(arguments: argparse.Namespace) -> PlanRequest:

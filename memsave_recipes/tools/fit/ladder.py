@@ -24,12 +24,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from memsave_recipes.core.activations.streaming import resident_tensors
 from memsave_recipes.core.costs.block_costs import Measurement
-from memsave_recipes.core.errors import BUDGET_FLAG, InputError
-from memsave_recipes.core.planner.ahead import ahead
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.search import AS_FAST, Candidate, Choice, SearchSpace
 from memsave_recipes.core.planner.task import Estimates, Launch, Task, layouts_of, shard_groups, space_of
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
+from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.sharding import ShardGroups
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.settings import AUTO
@@ -37,6 +37,7 @@ from memsave_recipes.models.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuration
 from memsave_recipes.models.saved import KINDS
+from memsave_recipes.training.arguments import BUDGET_FLAG
 
 IMAGES, TEXTS, LANGUAGE = "image_classification", "text_classification", "language_modeling"
 RECIPES = {"image-classification": IMAGES, "text-classification": TEXTS, "text-generation": LANGUAGE}

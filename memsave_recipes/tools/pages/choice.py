@@ -12,15 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from memsave_recipes.core.planner.budget import WORKSPACES, Forecast
-from memsave_recipes.core.planner.search import Candidate, Choice, HostUse, reduction_line
+from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.plans.plan import Action, Plan, Span
 from memsave_recipes.core.plans.prediction import SpanPrediction
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import format_bytes, format_rate, format_seconds
+from memsave_recipes.tools.fit.advice import HostUse, reduction_line
 from memsave_recipes.tools.pages import new_table, show_all
 
 if TYPE_CHECKING:
-    from memsave_recipes.core.planner.task import Speed
+    from memsave_recipes.tools.fit.frontier import Speed
     from memsave_recipes.tools.fit.ladder import Rung  # needs an extra
 
 BAR_COLUMNS = 24  # of the longest bar

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.core.planner.lengths import Curve, lengths_of
 from memsave_recipes.core.planner.search import Candidate
-from memsave_recipes.core.planner.task import FrontierPoint
 from memsave_recipes.core.text import format_bytes, format_rate, format_seconds
+from memsave_recipes.tools.fit.frontier import Curve, FrontierPoint, lengths_of
 from memsave_recipes.tools.pages import new_table, show_all
 from memsave_recipes.tools.pages.choice import (
     CandidateColumn,

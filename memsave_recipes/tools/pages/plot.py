@@ -21,7 +21,7 @@ with packages_of("plots", "charts"):
     from matplotlib.ticker import LogLocator, NullFormatter
 
 if TYPE_CHECKING:
-    from memsave_recipes.core.planner.task import FrontierPoint  # which imports torch
+    from memsave_recipes.tools.fit.frontier import FrontierPoint  # which imports torch
 
 Position = tuple[float, float]
 """In a chart: memory or samples seen, and samples/s or a loss."""

@@ -1,7 +1,6 @@
 """Device memory is what torch says; the diary of CUDA's allocator begins and ends where it is told."""
 
 import os
-import pickle
 import weakref
 from types import SimpleNamespace
 
@@ -10,13 +9,8 @@ import pynvml
 import pytest
 import torch
 
-from memsave_recipes.core.costs.memory import (
-    DeviceMemory,
-    empty_cache,
-    read_device_memory,
-    read_device_use,
-    write_snapshot,
-)
+from memsave_recipes.core.costs.memory import empty_cache, read_device_use
+from memsave_recipes.run.memory_watch import DeviceMemory, read_device_memory
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -50,15 +44,6 @@ def test_on_cuda_the_peaks_are_torchs():
     assert found.peak_allocated_bytes >= 40_000_000
     torch.accelerator.reset_peak_memory_stats(device)
     assert read_device_memory(device).peak_allocated_bytes == torch.cuda.memory_allocated(device)
-
-
-@needs_cuda
-@pytest.mark.skipif("STANDIN" in os.environ, reason="the stand-in has no snapshots")
-def test_on_cuda_a_snapshot_holds_the_blocks(tmp_path):
-    kept = torch.empty(10_000_000, device="cuda")
-    write_snapshot(tmp_path / "run" / "memory_snapshot.pickle")
-    snapshot = pickle.loads((tmp_path / "run" / "memory_snapshot.pickle").read_bytes())
-    assert any(segment["total_size"] >= kept.nbytes for segment in snapshot["segments"])
 
 
 @pytest.mark.parametrize(

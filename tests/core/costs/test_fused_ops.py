@@ -12,10 +12,11 @@ from memsave_recipes.core.costs.estimate import fake_model
 from memsave_recipes.core.costs.fake_step import bytes_moved
 from memsave_recipes.core.costs.repeats import Repeats
 from memsave_recipes.core.costs.targets import find_target
-from memsave_recipes.core.planner.task import Estimates, Launch, choose_for_target, read_task
+from memsave_recipes.core.planner.task import Estimates, Launch, choose_for_target
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 RECIPE = Path(__file__).parents[3] / "recipes/language_modeling.py"
 H100 = Launch(target=find_target("h100"), mixed_precision="bf16")

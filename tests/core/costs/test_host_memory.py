@@ -52,7 +52,7 @@ def test_a_shared_storage_counts_once():
 
 GROWING = """
 import torch
-from memsave_recipes.core.costs.memory import peak_rss_bytes, rss_bytes
+from memsave_recipes.run.memory_watch import peak_rss_bytes, rss_bytes
 before = rss_bytes()
 block = torch.ones(300_000_000, dtype=torch.uint8)
 during = rss_bytes()

@@ -86,7 +86,8 @@ def run(optim, model, optimizer, *, steps, count=3):
 def on_host(model, *, leaves=True, **options):
     """The optimizer that steps masters of ``model``, also on a CPU."""
     optim = settings(offload="step", **options)
-    return optim, make_optimizer(optim, model, seed=3, leaves_in_backward=leaves)
+    layout = None if leaves else BatchLayout.of(2, 1, num_processes=2)
+    return optim, make_optimizer(optim, model, layout, seed=3)
 
 
 def late_masters(parameters, device, dtype, waiting=()):

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from memsave_recipes.core import processes as module
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.planner import ahead as module
-from memsave_recipes.core.planner.ahead import ahead
+from memsave_recipes.core.processes import ahead
 
 
 @pytest.fixture(autouse=True)

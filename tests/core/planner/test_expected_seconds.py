@@ -9,9 +9,11 @@ from torch import nn
 from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.costs.throughput import ModelFlops
 from memsave_recipes.core.planner.budget import static_memory_of
-from memsave_recipes.core.planner.task import Estimates, Launch, Task, choose_for_target, read_task, speed_of
+from memsave_recipes.core.planner.task import Estimates, Launch, Task, choose_for_target
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import GIB
+from memsave_recipes.tools.fit.frontier import speed_of
+from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -7,11 +7,11 @@ from chains import block, option
 
 from memsave_recipes.core.planner.budget import Forecast, StaticMemory
 from memsave_recipes.core.planner.search import Candidate, Choice
-from memsave_recipes.core.planner.task import points_of
 from memsave_recipes.core.plans import Action, plan_for
 from memsave_recipes.core.plans.chain import Chain
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import MIB
+from memsave_recipes.tools.fit.frontier import points_of
 from memsave_recipes.tools.pages.choice import BAR_COLUMNS, bar, best_rows, grouped_parts, show_choice
 
 BATCH = 32

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -21,21 +20,11 @@ from memsave_recipes.core.planner.budget import (
     usable_host_bytes,
     workspaces_of_device,
 )
-from memsave_recipes.core.planner.search import Candidate, Choice, HostUse, open_layouts, search
-from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.planner.search import Candidate, Choice, open_layouts, search
 from memsave_recipes.core.plans import Action, plan_for
 from memsave_recipes.core.plans.chain import Chain
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.memory import state_bytes
-from memsave_recipes.core.text import gib_that_suffice
-from memsave_recipes.tools.fit.savings import (
-    Setup,
-    beyond_the_plan,
-    budget_too_small,
-    needed_in_shards,
-    needed_with,
-    savings_of,
-)
+from memsave_recipes.tools.fit.advice import HostUse
 from memsave_recipes.tools.pages.choice import fits_text, overhead_lines, rival_lines, summarize
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.exact.batch_layouts import IndexedLayout, LockstepLayout
@@ -156,7 +145,7 @@ def test_what_the_host_has_no_memory_for_does_not_fit():
 
 
 def test_a_host_that_is_too_small_is_named_by_the_error():
-    line = budget_too_small(offloading(1024), MODEL, task_of(takes_adapters=False)).one_line
+    line = HostUse.of(offloading(1024)).too_small.one_line
     assert "--activation_checkpointing offload: a rank would move 43.9 KiB to its host, which has 1 KiB" in line
     assert fits_text(offloading(1024)) == "no, host +42.9 KiB"
     told = "43.9 KiB of the host's memory for a rank, of 1 MiB that are available to it"
@@ -203,17 +192,9 @@ def test_gradients_that_leave_are_there_up_to_a_limit():
 def test_a_host_that_state_is_too_large_for_is_named_by_the_error():
     assert with_state_on_host(2048, 2048).fits
     assert not with_state_on_host(2048, 2047).fits
-    line = budget_too_small(with_state_on_host(2048, 1024), MODEL, task_of(takes_adapters=False)).one_line
+    line = HostUse.of(with_state_on_host(2048, 1024)).too_small.one_line
     assert "--offload_optimizer: a rank would move 2 KiB to its host, which has 1 KiB available for it" in line
     assert line.endswith("take --offload_optimizer none, or an optimizer with less state")
-
-
-def test_a_budget_that_is_too_small_offers_the_host_for_state():
-    one = candidate(16, budget=1)
-    told = partial(budget_too_small, one, MODEL, task_of(takes_adapters=False))
-    assert "--offload_optimizer" not in told().one_line  # on a CPU
-    less = one.needed_bytes - STATE + 2 * 2 * 512 + 4 * 512  # biases and counters stay
-    assert f"--offload_optimizer state {gib_that_suffice(less)}" in told(device_type="cuda").one_line
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):
@@ -257,120 +238,6 @@ def test_flags_leave_open_what_they_do_not_name():
     in_backward = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0)
     undivided = open_layouts(flags(micro_batch_size="auto"), in_backward, 1)
     assert [layout.micro_batch_size for layout in undivided] == [8]
-
-
-def test_a_budget_that_is_too_small_is_told_what_would_do():
-    tight = candidate(budget=3 * WEIGHTS)
-    line = told(tight)
-    assert "the smallest that works is" in line
-    assert " of it for the optimizer state" in line
-    for words in ("--lora ", "--optimizer adamw_8bit ", "--shard full over "):
-        assert words in line
-    assert "; a smaller --micro_batch_size, or auto, needs less" in line
-    assert "--lora" not in told(tight, takes_adapters=False)
-    assert "adamw_8bit" not in told(tight, optimizer="sgd")
-    assert "smaller --micro_batch_size" not in told(candidate(size=1, budget=3 * WEIGHTS))
-    assert "smaller --micro_batch_size" not in told(tight, optimizer_in_backward=True, max_grad_norm=0)
-
-
-def told(tight, takes_adapters=True, **optim):
-    return budget_too_small(tight, MODEL, task_of(takes_adapters, **optim)).one_line
-
-
-def task_of(takes_adapters=True, **optim):
-    """A task, of which only the optimizer and the adapters count."""
-    settings = {
-        "run": flags(micro_batch_size="auto"),
-        "optim": OptimizerArguments(**optim),
-        "takes_adapters": takes_adapters,
-    }
-    return Task(**settings, build_model=None, loss_of=None, micro_batch=None)
-
-
-def setup_of(one, **changes):
-    flags = {"optimizer": "adamw", "lora": False, "lora_rank": 16, **changes}
-    return Setup(flags=flags, layout=one.layout, model=MODEL)
-
-
-def test_what_is_needed_with_a_saving_is_simulated_again():
-    tight = candidate(budget=WEIGHTS)
-    setup = setup_of(tight)
-    needed = {saving.flags: needed_with(saving, tight, setup) for saving in beyond_the_plan(tight, setup)}
-    smaller_state = state_bytes("adamw_8bit", MODEL.parameters())
-    assert needed["--optimizer adamw_8bit"] == tight.needed_bytes - STATE + smaller_state
-    added = 2 * (16 * 100 + 100 * 16) * 4
-    freed_state = STATE - 2 * added
-    # The peak is in the first block's backward, when the second one's gradient is there.
-    freed_gradients = WEIGHTS // 2 - int(added / WEIGHTS * (WEIGHTS // 2))
-    assert needed["--lora"] <= tight.needed_bytes - freed_state + added
-    assert needed["--lora"] >= tight.needed_bytes - freed_state + added - 2 * freed_gradients
-
-
-def test_a_budget_and_the_out_of_memory_page_are_told_the_same():
-    tight = candidate(budget=WEIGHTS)
-    setup = setup_of(tight)
-    by_flags = {saving.flags: saving for saving in savings_of(setup)}
-    for saving in beyond_the_plan(tight, setup):
-        assert by_flags[saving.flags] == saving
-        assert tight.needed_bytes - needed_with(saving, tight, setup) <= saving.freed_bytes
-
-
-def undivided_candidate():
-    """Few activations, so that the peak is where all gradients are there."""
-    return replace(candidate(size=1, budget=WEIGHTS), layout=BatchLayout.of(1, 1, 1))
-
-
-def test_what_is_needed_then_is_no_less_than_without_gradients():
-    undivided, words = undivided_candidate(), "--optimizer_in_backward --max_grad_norm 0"
-    assert words in told(undivided)
-    fp16 = budget_too_small(undivided, MODEL, task_of(), mixed_precision="fp16")
-    assert words not in fp16.one_line
-    setup = setup_of(undivided, optimizer_in_backward=False)
-    needed = {saving.flags: needed_with(saving, undivided, setup) for saving in beyond_the_plan(undivided, setup)}
-    chain = undivided.forecast.chain
-    without = replace(chain, blocks=tuple(replace(block, gradient_bytes=0) for block in chain.blocks))
-    least = replace(undivided, forecast=replace(undivided.forecast, chain=without)).needed_bytes
-    assert least <= needed[words] < undivided.needed_bytes
-
-
-def test_sharding_is_over_as_few_devices_as_suffice():
-    optim = OptimizerArguments()
-    whole = replace(candidate(), layout=BatchLayout.of(4, 4, 1))
-    over_two, over_none = (needed_in_shards(replace(whole, budget_bytes=size), MODEL, optim) for size in (10**9, 0))
-    assert over_none == {}
-    ((flags, needed),) = over_two.items()
-    assert flags == "--activation_checkpointing full --shard full over 2 devices"
-    layer = WEIGHTS // 2
-    gathered = 2 * layer + layer  # a layer, the one before it, and gradients on their way
-    assert needed <= whole.needed_bytes - (WEIGHTS + STATE) // 2 + gathered
-    less = needed_in_shards(replace(whole, budget_bytes=needed - 1), MODEL, optim)
-    ((flags, fewer_bytes),) = less.items()
-    assert flags.endswith(" over 4 devices")
-    assert fewer_bytes < needed
-    in_buckets = replace(whole, static=StaticMemory(gradients_stay=False))
-    assert needed_in_shards(in_buckets, MODEL, optim) == {}
-
-
-def with_weights_on_the_host():
-    model = causal_model("llama").requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    stream_weights(model, WeightStream(torch.device("cpu"), CopiesAtOnce()))
-    return model
-
-
-def with_packed_weights():
-    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
-    model[0].weight = nn.Parameter(torch.zeros(5000, 1, dtype=torch.uint8), requires_grad=False)
-    return model
-
-
-@pytest.mark.parametrize("make_model", [with_weights_on_the_host, with_packed_weights])
-def test_sharding_is_no_way_out_for_weights_that_it_refuses(make_model):
-    """Those on the host were once taken off the device's memory, in which they are not."""
-    whole = replace(candidate(budget=WEIGHTS + STATE), layout=BatchLayout.of(4, 4, 1))
-    line = budget_too_small(whole, make_model(), task_of(takes_adapters=False)).one_line
-    assert "the smallest that works is" in line
-    assert "--shard" not in line
 
 
 def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypatch):

@@ -16,23 +16,16 @@ from torch import nn
 from memsave_recipes.core.costs.estimate import fake_model
 from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.losses import MULTI, REGRESSION, LabelLoss
 from memsave_recipes.core.planner import task as task_module
-from memsave_recipes.core.planner.ahead import ahead
-from memsave_recipes.core.planner.task import (
-    Launch,
-    Task,
-    choose_for_target,
-    fake_planned_model,
-    fake_workload,
-    points_of,
-    read_task,
-    run_points,
-)
+from memsave_recipes.core.planner.task import Launch, Task, choose_for_target, fake_planned_model, fake_workload
 from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.text import GIB, format_bytes
+from memsave_recipes.models.labels import MULTI, REGRESSION, LabelLoss
 from memsave_recipes.run.recipe import RecipeArguments, summed_loss
 from memsave_recipes.run.run_plan import predicted_host_memory
+from memsave_recipes.tools.fit.frontier import points_of, run_points
+from memsave_recipes.tools.fit.recipe_task import read_task
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 BERT = "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,intermediate_size=128"

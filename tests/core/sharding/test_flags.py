@@ -64,7 +64,7 @@ def test_what_is_done_to_whole_frozen_weights_is_refused(monkeypatch, flag, valu
 
 @pytest.mark.parametrize("way", ["micro_batch", "step"])
 def test_ways_to_reduce_gradients_are_for_shards(way):
-    with pytest.raises(InputError, match=f"--reduce_gradients {way}: weights are whole, so gradients are reduced once"):
+    with pytest.raises(InputError, match=f"reduce_gradients {way}: weights are whole, so gradients are reduced once"):
         RecipeArguments(output_dir="run", shard="none", reduce_gradients=way)
     RecipeArguments(output_dir="run", shard="none", reduce_gradients="auto")
     RecipeArguments(output_dir="run", shard="full", reduce_gradients=way)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from memsave_recipes.core.sharding import ShardGroups, whole
 from memsave_recipes.core.sharding.tensors import norms_over_ranks
-from memsave_recipes.core.step.update_rules import has_8bit_state
+from memsave_recipes.core.step.memory import has_8bit_state
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import describe_state_in_shards, make_optimizer
 

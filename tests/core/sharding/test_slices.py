@@ -29,7 +29,6 @@ from transformers import (
 from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.activations.streaming import place
 from memsave_recipes.core.costs.breakdown import record_allocations
-from memsave_recipes.core.costs.memory import rss_bytes
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.sharding import ShardGroups, local, shard
 from memsave_recipes.core.sharding.units import units_of
@@ -41,6 +40,7 @@ from memsave_recipes.models.image_classifiers import ImageModelArguments, build_
 from memsave_recipes.models.packed_attention import attend_by_document
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, build_transformer
 from memsave_recipes.models.slices import INITIALIZED, slices_of
+from memsave_recipes.run.memory_watch import rss_bytes
 
 CPU = torch.device("cpu")
 SMALL_FILES = {"max_shard_size": "20KB"}

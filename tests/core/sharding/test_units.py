@@ -60,7 +60,7 @@ def test_a_layer_that_runs_in_parts_stays_a_unit(strategy):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(InputError, match=r"--shard full: Linear has 0 blocks with weights, so whole weights"):
+    with pytest.raises(InputError, match=r"shard full: Linear has 0 blocks with weights, so whole weights"):
         units_of(nn.Linear(2, 2), plan_blocks(nn.Linear(2, 2), "none"), "full")
 
 

@@ -73,11 +73,11 @@ def test_the_micro_batch_defaults_to_the_share():
 @pytest.mark.parametrize(
     ("shape", "flag"),
     [
-        ((0, 1, 1), "--global"),
-        ((4, 0, 1), "--micro"),
+        ((0, 1, 1), "global_batch_size 0 is not"),
+        ((4, 0, 1), "micro_batch_size 0 is not"),
         ((4, 1, 8), "8 ranks"),
         ((1, 1, 4, 2), "2 groups of 2 ranks"),
-        ((4, 1, 4, 3), "--sequence_parallel 3: 4 ranks cannot be divided into groups of 3"),
+        ((4, 1, 4, 3), "sequence_parallel 3: 4 ranks cannot be divided into groups of 3"),
     ],
 )
 def test_impossible_geometries_are_refused(shape, flag):
@@ -107,7 +107,7 @@ def test_drop_last_leaves_out_the_short_step_and_says_how_much():
     assert (order.steps_per_epoch, order.num_dropped) == (4, 5)
     assert order.notice == "note: drop_last leaves 5 of 101 samples out of every epoch"
     assert SampleOrder(num_samples=101, global_batch_size=24, seed=0).notice is None
-    with pytest.raises(InputError, match="drop_last"):
+    with pytest.raises(InputError, match="drop_last leaves nothing"):
         SampleOrder(num_samples=7, global_batch_size=24, seed=0, drop_last=True)
 
 

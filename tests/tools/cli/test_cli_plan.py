@@ -277,7 +277,7 @@ def test_where_nothing_accumulates_nothing_is_said_of_reductions(
 
 def test_whole_weights_have_no_way_to_reduce_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SHARDS[1:], "--reduce_gradients", "step"]) == 2
-    line = "--reduce_gradients step: weights are whole, so gradients are reduced once a step: pass --shard full"
+    line = "--reduce_gradients step: weights are whole, so gradients are reduced once a step: shard them"
     assert line in capsys.readouterr().err
 
 
@@ -366,7 +366,7 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SHARDS[1:], "--shard", "full", "--num_processes", "1"], "--shard full: there is one rank"),
         ([*SHARDS[1:], "--shard", "full", "--mixed_precision", "fp16"], "--shard full: the scaler of fp16"),
         ([*SHARDS[1:], "--shard", "full", "--optimizer", "adafactor"], "--shard full: --optimizer adafactor has means"),
-        ([*SHARDS[1:], "--shard", "full", "--memory_budget_gib", "0.01"], "shards over more ranks need less"),
+        ([*SHARDS[1:], "--shard", "full", "--memory_budget_gib", "0.01"], "is too small for any plan"),
         (
             [*SMALL, "--target", "a100", "--offload_optimizer", "state", "--host_memory", "1MiB"],
             "--offload_optimizer: a rank would move 64 MiB to its host, which has 1 MiB available for it",

@@ -13,12 +13,12 @@ from trials.run import digest
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.core.step.update_rules import MuonWithAdamW
 from memsave_recipes.training.checkpoints import Checkpoints, TrainState
 from memsave_recipes.training.checkpoints.commit import verify_manifest
 from memsave_recipes.training.checkpoints.state import read_record
 from memsave_recipes.training.launch.start import Accelerator
 from memsave_recipes.training.optimizers import step_in_backward
+from memsave_recipes.training.update_rules import MuonWithAdamW
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, fused=True),

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from memsave_recipes.core.host.state import StateOnHost, waits
 from memsave_recipes.core.sharding.tensors import cut_like, first_row, local, num_parts, with_part
-from memsave_recipes.core.step.update_rules import BITSANDBYTES_BLOCK, has_8bit_state, part_numel
+from memsave_recipes.core.step.memory import BITSANDBYTES_BLOCK, has_8bit_state, part_numel
 
 MOMENTS = {"1": "dynamic", "2": "udynamic"}
 """The numbers of the moments in the names of bitsandbytes' state, and the names of their tables of 8-bit values."""

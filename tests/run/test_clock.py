@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from memsave_recipes.core.costs import throughput
-from memsave_recipes.core.costs.throughput import StepClock
+from memsave_recipes.run import clock as clock_module
+from memsave_recipes.run.clock import StepClock
 
 GPU = torch.device("cuda")
 
@@ -14,7 +14,7 @@ GPU = torch.device("cuda")
 @pytest.fixture
 def seconds(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -100,7 +100,7 @@ def queued(monkeypatch, seconds):
         seconds[0] += left[0]
         left[0] = 0.0
 
-    monkeypatch.setattr(throughput.torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     return left
 
 

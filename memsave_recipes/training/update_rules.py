@@ -1,53 +1,23 @@
 """Update rules that are no single optimizer of torch: Muon with AdamW for the rest, AdamW on bfloat16 weights, each
 for whole weights and for weights in shards.
 
-NOTE [ Muon ]
-1. ``torch.optim.Muon`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) steps the weights of hidden
-   linear layers, adapters among them. AdamW steps the rest: embeddings, the head, norms and biases, and weights that
-   are not matrices, such as those of convolutions, which torch's Muon refuses.
-2. Both have one learning rate and one weight decay. An update of Muon is scaled by ``0.2 * sqrt(max(rows, columns))``
-   to the size of AdamW's, so that rates found for AdamW serve (``match_rms_adamw``, Liu et al. 2025,
-   https://arxiv.org/abs/2502.16982). torch's default, ``original``, needs a rate of its own, and takes the rows of a
-   weight for its outputs, which are the columns in GPT-2.
-3. Momentum (0.95, Nesterov), the coefficients and the number of Newton-Schulz iterations are torch's defaults.
-4. torch's Muon takes no ``found_inf``, so the host would wait for the norm of the gradient in each step: rule 2 of NOTE
-   [ not finite ]. ``MuonOfParts`` does its arithmetic, and keeps momentum and weights where that is set.
-5. Of matrices in shards each rank has some rows, and the orthogonalisation needs all: products of shards would be sums
-   over ranks, rounded to bfloat16 in another order. So momentum and weights are updated part by part; in between one
-   rank of the group collects a matrix, orthogonalises it by torch's function and hands the rows out. That begins in
-   bfloat16, so nothing wider travels, and the update is that of one rank. Matrices are taken by size, one for each
-   rank at a time, so that all ranks are busy and none has more than one whole matrix.
-
-NOTE [ stochastic rounding ]
-1. bfloat16 has 8 significant bits. Rounded to nearest, an update below a 512th of a weight is lost, and a second moment
-   that should decay by a 1000th a step never falls. Stochastic rounding takes the value above with the probability of
-   the remainder, so that the mean is right (Zamirai et al. 2020, https://arxiv.org/abs/2010.06192): 16 random bits are
-   added to the float32 value, and its lower 16 bits are cut off.
-2. So are rounded the weight and both moments, which are bfloat16; the update is computed in float32. Parameters of
-   another dtype are updated without that.
-3. A parameter is updated in slices along its first dimension, so that the float32 copies take no more than
-   ``slice_bytes``.
-4. Where ``found_inf`` is set, weights and moments stay as they are. The host counts the updates all the same, which is
-   right for the last step of a run alone.
-5. The random bits depend on the seed, the number of the update, that of the parameter and that of the slice. So ranks
-   with equal gradients keep equal weights, and a run that goes on has the bits of one that was not interrupted. A rank
-   in shards draws those of the slices that it has rows of, and rounds as one rank does.
+Notes: ``docs/design/training.md``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import ParamsT
 
-from memsave_recipes.core.libraries import CONV1D, MODEL, is_of
 from memsave_recipes.core.sharding.tensors import collected, first_row, handed_out, local, num_parts
 from memsave_recipes.core.step.batch_layout import seed_for
+from memsave_recipes.core.step.memory import num_rows, slice_rows
 
 
 class MuonWithAdamW(Optimizer):
@@ -144,22 +114,6 @@ def write(target: Tensor, value: Tensor, left_out: Tensor | None) -> None:
     target.copy_(value if left_out is None else torch.where(left_out, target, value, out=value))
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of linear layers of ``model`` that train, without its head and those that are also an embedding."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear) or is_of(CONV1D, module)]
-    left_out = {layer.weight for layer in _head(model, layers)}
-    left_out |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    weights = dict.fromkeys(layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter))  # each once
-    return [weight for weight in weights if weight.requires_grad and weight.ndim == 2 and weight not in left_out]
-
-
-def _head(model: nn.Module, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """Of the linear layers, those outside the body of a model of transformers; of another model, the last one."""
-    body: Any = next((module.base_model for module in model.modules() if is_of(MODEL, module)), model)
-    inside = set(body.modules())
-    return [layer for layer in layers if layer not in inside] or layers[-1:]
-
-
 class StochasticAdamW(Optimizer):
     """AdamW whose weights and moments are bfloat16: NOTE [ stochastic rounding ].
 
@@ -206,13 +160,13 @@ class StochasticAdamW(Optimizer):
         tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         parts = [torch.atleast_1d(local(tensor)) for tensor in tensors]
         begin = first_row(parameter) if isinstance(parameter, DTensor) else 0
-        end, rows = begin + len(parts[0]), _rows(parameter)
+        end, rows = begin + len(parts[0]), slice_rows(parameter)
         for number in range(begin // rows, -(-end // rows)):
             at = number * rows
             first, last = max(begin, at), min(end, at + rows)
             seed = seed_for(self._seed, state["step"], self._numbers[parameter], number)
             random = torch.Generator(parameter.device).manual_seed(seed)
-            shape = min(rows, _length(parameter) - at), *parameter.shape[1:]
+            shape = min(rows, num_rows(parameter) - at), *parameter.shape[1:]
             draw = partial(_random_bits, random, shape, slice(first - at, last - at))
             weight, of_weight, mean, square = (part[first - begin : last - begin] for part in parts)
             _adamw_(weight, of_weight.float(), mean, square, group, state["step"], draw, left_out)
@@ -254,52 +208,3 @@ def round_stochastically_(value: Tensor, bits: Tensor) -> None:
     """
     bits.masked_fill_(value.isnan(), 0)
     value.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
-
-
-SLICE_NUMEL = 2**18
-"""Numbers of a slice on a CPU. An accelerator takes more at a time, or it would wait for kernels to be launched."""
-SLICE_NUMEL_ON_ACCELERATORS = 2**22
-BYTES_OF_A_NUMBER = 5 * 4 + 1  # gradient, moments, root and weight in float32, whether it is NaN
-RANDOM_BYTES = 4  # of each number of the slice, also of those that other ranks have
-
-
-def _length(parameter: Tensor) -> int:
-    """Entries of the first dimension."""
-    return parameter.shape[0] if parameter.ndim else 1
-
-
-def _rows(parameter: Tensor, *, on_cpu: bool | None = None) -> int:
-    """Of a slice: entries of the first dimension, at least one."""
-    on_cpu = parameter.device.type == "cpu" if on_cpu is None else on_cpu
-    numel = SLICE_NUMEL if on_cpu else SLICE_NUMEL_ON_ACCELERATORS
-    return max(1, numel * _length(parameter) // max(1, parameter.numel()))
-
-
-def slice_bytes(parameter: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
-    """The temporaries of an update of ``parameter``, in shards over ``num_ranks``, by ``StochasticAdamW``."""
-    length = max(1, _length(parameter))
-    rows = min(length, _rows(parameter, on_cpu=on_cpu))
-    row = parameter.numel() // length
-    return row * (BYTES_OF_A_NUMBER * min(rows, -(-length // num_ranks)) + RANDOM_BYTES * rows)
-
-
-MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
-BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
-
-
-def part_numel(parameter: Tensor, num_ranks: int) -> int:
-    """Numbers of the largest part of ``parameter`` in shards over ``num_ranks``."""
-    length = max(1, _length(parameter))
-    return parameter.numel() // length * -(-length // num_ranks)
-
-
-def has_8bit_state(parameter: Tensor, num_ranks: int | None = None) -> bool:
-    """Whether 8-bit AdamW keeps the state of ``parameter`` in 8 bits: NOTE [ 8 bits in shards ] in ``eight_bit.py``.
-
-    Args:
-        num_ranks: that hold it in shards; default: as it is.
-    """
-    if parameter.numel() < MIN_8BIT_NUMEL:
-        return False
-    num_ranks = num_parts(parameter) if num_ranks is None else num_ranks
-    return num_ranks == 1 or part_numel(parameter, num_ranks) % BITSANDBYTES_BLOCK == 0

@@ -32,10 +32,10 @@ from memsave_recipes.core.step.memory import (
     parameters_by_optimizer,
     update_bytes,
 )
-from memsave_recipes.core.step.update_rules import StochasticAdamW, round_stochastically_
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.training.arguments import OptimizerArguments, RecipeArguments
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
+from memsave_recipes.training.update_rules import StochasticAdamW, round_stochastically_
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-3, weight_decay=0.1)
@@ -92,7 +92,7 @@ def test_adapters_are_matrices_of_hidden_layers():
 
 def test_a_model_without_such_matrices_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
-    with pytest.raises(InputError, match=r"--optimizer muon is for matrices of hidden linear layers.*take adamw"):
+    with pytest.raises(InputError, match=r"optimizer muon is for matrices of hidden linear layers.*take adamw"):
         make_optimizer(MUON, model)
 
 
