@@ -53,7 +53,7 @@ def advice(task: Task, launch: Launch, budget_bytes: int, *, less_than_now: bool
     """
     run = task.run
     size = run.micro_batch_size if run.keeps_micro_batch else AUTO
-    changes = {"activation_checkpointing": run.budget_strategy, "gradient_checkpointing": False}
+    changes = {"activation_checkpointing": run.budget_strategy}
     opened = replace(task, run=run.with_micro_batch(size, budget_bytes, **changes))
     choice = choose_for_target(opened, launch, budget_bytes)
     chosen = (_needing_less(choice, task, launch) if less_than_now else choice).chosen
