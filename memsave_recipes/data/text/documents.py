@@ -80,12 +80,6 @@ class TextArguments:
     validation_file: list[str] | None = option(
         None, "validation text; default: a twentieth of the training text", resume="place"
     )
-    mix_weights: list[float] | None = option(
-        None, "share of the bytes for each argument of --train_file", shown="seldom"
-    )
-    text_column: str | None = option(
-        None, "column of the text in a file or a Hub data set; default: text", same=(None, "text")
-    )
     streaming: bool = option(False, "read only as much of a Hub set as --max_steps needs")
 
     def __post_init__(self) -> None:
