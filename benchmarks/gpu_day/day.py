@@ -71,7 +71,7 @@ class Day:
         flags = shlex.split(words.format(folder=folder))
         if command.launch:
             config = ROOT / "accelerate_configs" / f"{command.launch}.yaml"
-            launcher = ["-m", "memsave_recipes.tools.cli", "launch", "--config_file", str(config)]
+            launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
             own = ["--output_dir", str(folder)]
             own += ["--report_to", "none", "--resume" if is_resumed else "--overwrite"] if command.is_run else []
             flags = [*launcher, "--mixed_precision", command.precision, *flags, *own]

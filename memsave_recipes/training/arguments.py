@@ -36,7 +36,7 @@ FLOORS = {"min_lr_rate": "share", "min_lr_ratio": "share", "min_lr": "rate", "lr
 BUDGET_FLAG = "--memory_budget_gib"
 NAMED_ALIKE = (
     *("shard", "reduce_gradients", "sequence_parallel", "global_batch_size", "micro_batch_size", "drop_last", "dtype"),
-    *("offload_optimizer", "stream_weights", "optimizer", "max_grad_norm", "skip_nonfinite", "batchnorm", "target"),
+    *("offload_optimizer", "stream_weights", "optimizer", "max_grad_norm", "batchnorm", "target"),
 )
 PARAMETERS.update({name: f"--{name}" for name in NAMED_ALIKE})
 PARAMETERS.update(strategy="--activation_checkpointing", target_memory_gib="--target_memory", budget_gib=BUDGET_FLAG)
