@@ -27,9 +27,6 @@ class MuonWithAdamW(Optimizer):
         of_adamw: ``betas`` and ``eps``.
     """
 
-    found_inf: Tensor | None = None
-    takes_found_inf = True
-
     def __init__(
         self, matrices: list[dict[str, Any]], others: ParamsT, *, lr: float, weight_decay: float, **of_adamw: Any
     ) -> None:
@@ -44,7 +41,6 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._adamw.found_inf, self._muon.left_out = self.found_inf, is_set(self.found_inf)  # type: ignore[attr-defined]
         parts: list[tuple[Optimizer, bool]] = [(self._muon, True), (self._adamw, False)]
         for optimizer, uses_muon in parts:
             optimizer.state = self.state  # both are others after load_state_dict, which Accelerate calls
@@ -54,15 +50,10 @@ class MuonWithAdamW(Optimizer):
 
 
 class MuonOfParts(Muon):
-    """``torch.optim.Muon``, bit for bit, also for matrices in shards: rules 4 and 5 of NOTE [ Muon ].
+    """``torch.optim.Muon``, bit for bit, also for matrices in shards: rule 4 of NOTE [ Muon ].
 
     Of those, ``step`` is for all ranks.
-
-    Attributes:
-        left_out: whether the step changes nothing, on the device.
     """
-
-    left_out: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,7 +74,7 @@ class MuonOfParts(Muon):
             update, weight = handed_out(mine, matrix, rank, torch.bfloat16), local(matrix)
             stepped = weight * (1 - group["lr"] * group["weight_decay"])
             stepped.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
-            write(weight, stepped, self.left_out)
+            weight.copy_(stepped)
 
     def _orthogonalised(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor | None:
         """The update of one of the matrices, the one that is this rank's; the last ranks may have none."""
@@ -100,18 +91,8 @@ class MuonOfParts(Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(whole_or_shards)
         gradient, momentum = local(whole_or_shards), local(state["momentum_buffer"])
-        write(momentum, momentum.lerp(gradient, 1 - group["momentum"]), self.left_out)
+        momentum.copy_(momentum.lerp(gradient, 1 - group["momentum"]))
         return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
-
-
-def is_set(found_inf: Tensor | None) -> Tensor | None:
-    """What ``write`` takes, made once a step."""
-    return None if found_inf is None else found_inf.bool()
-
-
-def write(target: Tensor, value: Tensor, left_out: Tensor | None) -> None:
-    """Give ``target`` the ``value``, whose memory is free afterwards, unless ``left_out`` is true on the device."""
-    target.copy_(value if left_out is None else torch.where(left_out, target, value, out=value))
 
 
 class StochasticAdamW(Optimizer):
@@ -121,10 +102,6 @@ class StochasticAdamW(Optimizer):
         parameters: in groups, and in the same order on all ranks and in every life of a run.
         seed: of the rounding.
     """
-
-    found_inf: Tensor | None = None
-    takes_found_inf = True
-    counts_on_host = True
 
     def __init__(
         self,
@@ -145,14 +122,13 @@ class StochasticAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        left_out = is_set(self.found_inf)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group, left_out)
+                    self._step_one(parameter, parameter.grad, group)
         return loss
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], left_out: Tensor | None) -> None:
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
@@ -169,7 +145,7 @@ class StochasticAdamW(Optimizer):
             shape = min(rows, num_rows(parameter) - at), *parameter.shape[1:]
             draw = partial(_random_bits, random, shape, slice(first - at, last - at))
             weight, of_weight, mean, square = (part[first - begin : last - begin] for part in parts)
-            _adamw_(weight, of_weight.float(), mean, square, group, state["step"], draw, left_out)
+            _adamw_(weight, of_weight.float(), mean, square, group, state["step"], draw)
 
 
 def _random_bits(random: torch.Generator, shape: tuple[int, ...], rows: slice) -> Tensor:
@@ -185,7 +161,6 @@ def _adamw_(
     group: dict[str, Any],
     step: int,
     draw: Callable[[], Tensor],
-    left_out: Tensor | None,
 ) -> None:
     """The update of a slice, by the formula of ``torch.optim.AdamW`` in float32; ``draw`` makes random bits for it."""
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -197,7 +172,7 @@ def _adamw_(
     for target, value in ((mean, new_mean), (square, new_square), (weight, new_weight)):
         if target.dtype == torch.bfloat16:
             round_stochastically_(value, draw())
-        write(target, value, left_out)
+        target.copy_(value)
 
 
 def round_stochastically_(value: Tensor, bits: Tensor) -> None:

@@ -146,7 +146,6 @@ def test_its_memory_is_predicted(num_threads, widths, dtype, threads):
     optimizer = make_optimizer(MUON, model)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    optimizer.found_inf = torch.zeros(())  # as in each step of a run
     optimizer.step()
     static = static_memory_of(MUON, model, BatchLayout.of(1, 1, 1))
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
@@ -290,7 +289,6 @@ def test_stochastic_rounding_takes_a_slice(shape):
     model = nn.ParameterList([nn.Parameter(torch.randn(shape).to(torch.bfloat16))])
     optimizer = make_optimizer(STOCHASTIC, model)
     model[0].grad = torch.randn_like(model[0])
-    optimizer.found_inf = torch.zeros(())  # as in each step of a run
     optimizer.step()
     static = static_memory_of(STOCHASTIC, model, BatchLayout.of(1, 1, 1))
     assert static.state_bytes == 4 * model[0].numel()
@@ -300,34 +298,6 @@ def test_stochastic_rounding_takes_a_slice(shape):
 
 def bits_of(tensors):
     return [tensor.detach().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
-
-
-@pytest.mark.parametrize("optim", [MUON, STOCHASTIC], ids=["muon", "stochastic rounding"])
-def test_a_step_that_found_inf_leaves_out_changes_no_bit(optim):
-    """Neither of the weights nor of their state, whatever is in the gradients; one that it does not leaves no trace."""
-    dtype = torch.bfloat16 if optim is STOCHASTIC else torch.float32
-    torch.manual_seed(0)
-    one, two = (llama(tied=True).to(dtype) for _ in range(2))
-    two.load_state_dict(one.state_dict())
-    ours, others = (make_optimizer(optim, model) for model in (one, two))
-    for found_inf, bad in ((0.0, False), (0.0, False), (1.0, True)):
-        random = torch.Generator().manual_seed(int(bad))
-        for mine, other in zip(one.parameters(), two.parameters(), strict=True):
-            mine.grad = torch.randn(mine.shape, generator=random).to(dtype)
-            other.grad = mine.grad.clone()
-            if bad:
-                mine.grad.view(-1)[0], mine.grad.view(-1)[-1] = float("nan"), float("inf")
-        ours.found_inf = torch.tensor(found_inf)
-        ours.step()
-        if not bad:
-            others.step()
-    assert all(map(torch.equal, bits_of(one.parameters()), bits_of(two.parameters())))
-    for mine, other in zip(one.parameters(), two.parameters(), strict=True):
-        state = [
-            [value for value in stepped.values() if torch.is_tensor(value)]
-            for stepped in (ours.state[mine], others.state[other])
-        ]
-        assert all(map(torch.equal, *map(bits_of, state)))
 
 
 def test_other_optimizers_and_other_dtypes_are_refused():

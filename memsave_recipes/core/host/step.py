@@ -466,7 +466,6 @@ class _OptimizerOfMasters(Optimizer):
     """What ``step_masters`` puts before the methods of an optimizer."""
 
     masters: HostMasters
-    takes_found_inf = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
