@@ -1,23 +1,6 @@
 """Attention of packed rows by document: each one by itself, causal, so that no mask is made.
 
-NOTE [ attention by document ]
-1. From position ids that begin again transformers makes a bool mask (B, 1, T, T), and torch on a CPU a float copy of
-   it in every layer, saved for backward. By document there is none, and no FLOPs between documents.
-2. The lengths come as Python numbers from ``collate``, so that no layer waits for the device.
-3. On CUDA one call of the flash kernel takes all documents of all rows, and their windows, where SDPA would take a
-   fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8.
-   ``torch.nn.attention.varlen`` would call it through operators written in Python, which take the host two to three
-   times as long; torch 2.15's takes cuDNN's on some cards, whose workspace no estimate knows. ROCm's is left out.
-4. On other devices SDPA runs on each document. Autograd would save its output of each next to the joined one that the
-   next layer saves, so on a CPU ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. With
-   dropout or windows, autograd records SDPA itself.
-5. There, documents longer than a sliding window take a piece of one mask, as large as the longest.
-6. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
-   masks, or asks more of its attention than rules 1 to 5, keeps its masks: ``attend_by_document`` looks at the
-   arguments of both and compares the logits.
-7. In a layer that is compiled the lengths would be constants of its graph. So ``Documents`` has them as a tensor on the
-   host, and all of the attention is one operator, which reads that and takes the kernels of rules 3 to 5: the same
-   bits, one graph for all lengths. Dropout is not in it: such layers keep their masks.
+Notes: ``docs/design/models.md``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

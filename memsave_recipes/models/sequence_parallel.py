@@ -1,24 +1,6 @@
 """One row over several ranks: each has a slice of every row, and inside of attention a part of the heads of whole rows.
 
-NOTE [ sequence parallelism ]
-1. S neighbouring ranks are a group, and get the same rows. Each computes a contiguous slice of every row, with the
-   positions and the targets of the whole row. Rows are padded to a multiple of S with a document of its own that does
-   not count.
-2. A decoder computes everything but attention token by token. Attention needs whole rows, but treats each head by
-   itself. So before it the group exchanges slices of all heads for whole rows of some heads, and after it back
-   (all-to-all, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Keys and values with fewer heads than S are
-   repeated first. Queries, keys and values go in one exchange: half as many as one for each, and the same peak of a
-   step, which is in a backward.
-3. Whole rows go to ``attention_by_document``, with its kernels and sliding windows. There is no mask.
-4. The backward of an exchange is the same exchange. A layer that recomputes exchanges again. The order follows the
-   graph, so it is the same on all ranks.
-5. Losses are summed over a slice; the sums of all ranks add up to that of the global batch. DDP or FSDP2 runs over all
-   ranks.
-6. In a compiled layer the exchange is one operator. Slices are alike, so all ranks compile the same graph, which
-   exchanges in one order.
-7. Dropout has a seed for each rank, so slices and heads have their own masks.
-8. An estimate computes the first rank's slices in a group that nobody is in. An exchange then gives memory of the same
-   size, in the time that its bytes take between ranks (``simulated_exchanges`` in ``core/costs/estimate.py``).
+Notes: ``docs/design/models.md``.
 """
 
 from collections.abc import Callable

@@ -1,18 +1,6 @@
 """Weights that are not there until each rank takes the rows that it is to have: from files, or by drawing them.
 
-NOTE [ stand-ins ]
-1. transformers builds the model on the meta device and loads a folder onto it: the parameters then have their dtypes,
-   and are tied, as those of any loaded model, and no weight has been read.
-2. Each parameter becomes a *stand-in*: random numbers in the memory of about a row and a column, seen as a tensor of
-   its size whose diagonals are constant (a Hankel matrix). Experts in one tensor are one matrix again and again, as
-   kernels for them look at strides. So the model runs, and what is tried on a few tokens finds what it finds with any
-   weights: whether it sees later tokens, where its head is. Adapters are made on top.
-3. Buffers of the files are read, others and what the files lack (a new head) initialised by transformers' own rules.
-4. ``slices_of(model)`` reads rows of its parameters. A copy of the model or of a module has none: ``take_whole`` first.
-5. A parameter has to be one tensor of the files. Where transformers would rename, join or split tensors, all weights
-   are loaded whole.
-6. Building a model by its name on the Hub downloads its files into the cache, where ranks of one machine wait for one
-   another's locks. The snapshot in the cache is the folder.
+Notes: ``docs/design/models.md``.
 """
 
 from collections.abc import Callable, Collection, Mapping

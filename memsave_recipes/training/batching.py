@@ -1,37 +1,6 @@
 """One global batch, one curve: the gradient of the whole global batch on any number of ranks and accumulation steps.
 
-NOTE [ the exact global batch ]
-1. *Order.* Step t trains the samples ``order(seed, t // S)[(t % S) * G : (t % S + 1) * G]`` with G the global batch
-   size and S the steps of an epoch: a pure function of (seed, t). The position of a run is the one integer t.
-2. *Shares.* That list is cut into one contiguous share a rank, sizes differing by at most one, and each share into
-   micro-batches. Ranks that share rows (``--sequence_parallel``) have one share together, and V counts it once. Every
-   rank makes equally many micro-batches; where a share has run out, a *padding* sample stands in whose label is -100,
-   so that no rank misses a collective and no sample is counted twice.
-3. *Weight.* With l_i the losses of the valid positions of the global batch and V their number over all ranks, counted
-   before the first forward, the loss of the step is  L = (1 / V) * sum_i l_i.  Each micro-batch gives the *sum* of its
-   own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L. Where samples have weights w_i
-   (``--class_weights``), l_i has its factor already and V is the sum of all w_i, which every rank knows by rule 1.
-4. *Scaling.* DDP divides the summed gradients by the number of ranks W, so the gradient of the sum is W / V, with
-   which the backward begins.
-5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces the
-   accumulated gradient. Clipping then sees the gradient of the global batch, and optimizer and scheduler move once.
-   Where weights are in shards, ``no_sync`` need not keep gradients from being reduced (``--reduce_gradients``).
-6. *Dropout* is seeded by (seed, step, micro-batch, rank), *augmentation* by (seed, epoch, sample) in the data set, so
-   neither depends on workers or on earlier steps.
-7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
-   Under ``--batchnorm global`` BatchNorm is: a rank's share is one micro-batch, which the blocks of the model cut up
-   (``training/exact/global_batchnorm.py``).
-
-With ``--bitwise_topology`` the result has the same bits on any number of ranks, with dropout too:
-
-8. *Micro-batches.* Micro-batch i has the samples i * m to (i + 1) * m - 1 of the step, with m the micro-batch size, so
-   its shapes and its rounding do not depend on the ranks. Padding is left out of the sums.
-9. *Sums.* Gradients are added in one tree over i, and not divided: NOTE [ the tree of sums ] in
-   ``training/exact/tree_sum.py``. The norm, clipping and the optimizer then see equal bits. Losses are rounded once,
-   after an exact sum over all i.
-10. *Dropout* is seeded by (seed, step, i).
-11. *BatchNorm* joins the micro-batches of all ranks where ``--batchnorm global`` is given too. One forward then takes
-    all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``training/exact/lockstep.py``.
+Notes: ``docs/design/training.md``.
 """
 
 import sys

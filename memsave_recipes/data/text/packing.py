@@ -1,21 +1,6 @@
 """Documents or conversations as rows of tokens: packed into rows without a view across them, or padded.
 
-NOTE [ packing ]
-1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``tokenizers.py``); the
-   last row is filled up with a document of its own that does not count. No token is lost.
-2. ``position_ids`` begin at 0 with every document. From them alone transformers builds the block-diagonal attention
-   mask (``find_packed_sequence_indices`` in its ``masking_utils.py``), on two conditions: no ``attention_mask``, and
-   ``use_cache=False``. With the cache, which is on by default, documents see one another and nothing says so.
-3. A document that is longer than the rest of its row continues in the next one as if it began there, at position 0.
-4. The first token of a document in a row has the label -100, because it cannot be predicted from another document.
-5. The batch says how long the documents of each row are, for attention by document (``models/packed_attention.py``),
-   or where they end, because transformers would look for that on the device in every layer. Flash attention finds the
-   documents only where the batch is one row: ``one_row`` joins the rows of a micro-batch; the loss is the same by 3, 4.
-6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
-   ``keeps_documents_apart`` tries it out.
-7. Conversations stay whole, because a reply without its question teaches nothing. They are packed by best-fit
-   decreasing (Ding et al. 2024, https://arxiv.org/abs/2404.10830; TRL's ``bfd``). One that is longer than a row ends
-   with the last reply that fits whole, or is left out.
+Notes: ``docs/design/data.md``.
 """
 
 from bisect import bisect_left, insort

@@ -5,22 +5,7 @@
 ``in_micro_batches`` runs single blocks of it a micro-batch at a time: between blocks the feature maps of the share
 live, inside a block those of one micro-batch.
 
-NOTE [ statistics first ]
-1. Let a block call k BatchNorm layers, and let s_j be the mean and variance of the input of the j-th, over all
-   micro-batches and ranks. The input depends on s_1 to s_{j-1}. So the forward runs every micro-batch k + 1 times:
-   run j is given s_1 to s_{j-1} and ends at the j-th layer, whose moments it takes; the last run gives the outputs.
-2. Moments are joined by the formula of Chan, Golub and LeVeque 1979 ("Updating formulae and a pairwise algorithm for
-   computing sample variances"), in float32 or wider. Running statistics move once, as of one large batch.
-3. Backward: the gradient of the loss by s_j is a sum over micro-batches and ranks, and depends on those by s_{j+1} to
-   s_k. So there is a run of every micro-batch for each of s_k to s_1, recorded from the j-th layer on, and a last one
-   for the gradients of inputs and parameters. The gradient by s_j enters the input x of its layer as
-   dmean / N + dvar * 2 (x - mean) / N,  with N the values of a channel in the global batch.
-4. All ranks have equally many collectives, whatever the number of their micro-batches: k in the forward, k in the
-   backward. So all of them have to run the same blocks, which a global batch of at least one sample a rank ensures.
-5. Random numbers: each micro-batch of a block has a seed of its own, set before each of its runs.
-6. The sums have another order than those of one large batch, so a plan with such blocks is equal within rounding.
-7. Micro-batches in lockstep (``lockstep.py``) need no run for the statistics: a layer has the inputs of all of them at
-   once. It joins one row of each micro-batch, in the order of the index, so that all bits are those of one rank.
+Notes: ``docs/design/training.md``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,21 +1,6 @@
 """Several micro-batches in lockstep: every operator runs on each of them before the next operator begins.
 
-NOTE [ lockstep ]
-1. A ``MicroBatched`` tensor stands for one tensor of each micro-batch. The model is called once; torch hands every
-   function that is given such a tensor to ``__torch_function__``, which calls it for one micro-batch after the other.
-   So no operator sees how many there are, and its bits do not depend on it; a layer that joins them has them all.
-2. *Parameters.* Each micro-batch computes with a view of its own of a parameter, made just before it is used. The
-   backward of the view takes the gradient and adds it to those before it: two make one as soon as both halves of a node
-   are there, so that the order of arrival changes no bit (NOTE [ the reduction tree ] in ``reduction_tree.py``). They
-   arrive from the last micro-batch on. So of the k gradients of one parameter, in s subtrees, at most
-   ceil(log2(k)) + s are there at once. The sum over the last subtree becomes the gradient of the parameter, and those
-   before it are in ``Lockstep.sums``.
-3. *Activations.* Autograd runs the nodes of a graph in the reverse order of their creation. So the gradients of a
-   tensor that is used several times are added in an order that does not depend on the other micro-batches.
-4. *Random numbers.* Before a function runs, a number is drawn, the same on all ranks. Together with the index of the
-   micro-batch it is the seed of all that the function draws.
-5. *Lengths.* A function that returns another number for another micro-batch, such as ``x.shape`` where the last one is
-   short, has no answer for all of them, and is refused.
+Notes: ``docs/design/training.md``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,24 +1,6 @@
 """The sum of the gradients of a global batch's micro-batches, with the same bits on any number of ranks.
 
-NOTE [ the tree of sums ]
-1. *Tree.* Floating-point sums depend on their order. So the gradients of the micro-batches are the leaves of one binary
-   tree, which is the same on any number of ranks: NOTE [ the reduction tree ] in ``reduction_tree.py``.
-2. *On a rank.* After each backward the gradient is taken off the parameters and joined with the sums before it, besides
-   DDP's buckets. A parameter without a gradient counts as zeros, also for the sign of a zero.
-3. *Between ranks.* The last backward of a step calls ``_Exchange.send`` for each bucket of DDP. A rank owns a slice of
-   the bucket: it receives that slice of every subtree of every rank, adds them by the tree, and sends the sum back. The
-   libraries between ranks (gloo, NCCL) only copy, and round nothing. With s subtrees a rank these are (s + 1) / 2 times
-   the bytes of a ring all-reduce, so twice at most (``MAX_SUBTREES``); on 2^m ranks s is 1.
-4. *Order of collectives.* The sums of a bucket are made when the next one is ready, in the one thread that runs the
-   hooks of DDP, in the order of its buckets; that is the same on all ranks. Two buckets are under way at most.
-5. *Not divided.* DDP leaves the division by the number of ranks to the hook. It is not exact for 3, and there is none.
-6. *In lockstep* (``LockstepSums``) one backward takes all micro-batches of a rank, and gives the sums of its
-   subtrees, the last one as the gradients of the parameters: rule 2 of NOTE [ lockstep ] in
-   ``lockstep.py``.
-7. *Why a tree.* Sums of 64-bit integers on a grid for each tensor are exact in any order, but the grid has to be agreed
-   before the largest gradient is known. Of 12 gradients whose sizes vary by e^4, the median relative error against
-   float64 was 5e-8 for the tree; for integers 2e-8 on the best grid, and 1e-3 on one with 20 bits to spare. Integers
-   took 5 times as long (one CPU thread), and take twice the bytes.
+Notes: ``docs/design/training.md``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,27 +4,7 @@
 with 0: a run on the wrong number of devices that looks like any other. ``Accelerator`` either is in the world that was
 asked for or raises one line that says how to get it.
 
-NOTE [ silent launches ], as of Accelerate 1.15
-
-1. ``--cpu --num_processes 2``, a ``MULTI_CPU`` or ``NO`` config file with 2 processes, or ``--num_processes 2`` alone
-   on a machine without GPUs start one process and set no ``WORLD_SIZE``. Only the launcher's own command line still
-   says 2, so it is read there.
-2. The processes of a ``MULTI_GPU`` launch on a machine without GPUs each believe to be rank 0 of 1, unless they build
-   ``Accelerator(cpu=True)``: then they are real gloo ranks. ``use_cpu: true`` of the config file does not reach them
-   either (only a single process gets ``ACCELERATE_USE_CPU``): on a machine with GPUs they would take those.
-3. Processes are shared out as ``num_processes // num_machines``: 5 over 2 machines are 4.
-4. More processes than GPUs share a GPU: NCCL fails late, with an error that does not say so.
-5. ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` in the environment divides every gradient. DeepSpeed and Megatron cut up
-   the weights in ways of their own, and so does Accelerate for FSDP, where no run has taken that over
-   (``memsave_recipes/core/sharding/groups.py``).
-6. ``dynamo_backend`` of the user's own config file, which ``accelerate config`` has written, compiles the whole model:
-   other bits than those of a plan, and other memory than the planner has measured.
-7. With ``--max_restarts`` torchrun (2.13) keeps one store for all starts. Restarted ranks that read an address of lost
-   ones there, before it is overwritten, wait for them until the time limit: seen in one of three restarts on a CPU.
-
-psutil reads the command line because the standard library cannot, on any system; Accelerate itself depends on it.
-Limit: only the parent process is looked at. A launch by other means (torchrun, mpirun, a shell script under
-``--no_python``) is checked against the world size in the environment alone.
+Notes: ``docs/design/training.md``.
 """
 
 import atexit
