@@ -94,11 +94,10 @@ def train(run: Run) -> dict[str, Any]:
     # Model with its loss, optimizer and schedule
     tokenizer = rows.tokenizer
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
-    bare, model = run.build(task, batches, settle=partial(settle, args=args, accelerator=accelerator, rows=rows))
-    trained = model
+    bare, trained = run.build(task, batches, settle=partial(settle, args=args, accelerator=accelerator, rows=rows))
     optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
+    model, optimizer = accelerator.prepare(trained, optimizer)  # not the schedule, which steps once on all ranks
 
     # The activation plan that the flags name, or the fastest that fits the memory
     plan = run.choose_plan(model, optimizer)
