@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 PAGE = Path(__file__).parents[1] / "docs" / "own_loop.md"
 CODE = dict(zip(("pytorch", "accelerate"), re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S), strict=True))
@@ -24,6 +25,7 @@ def test_only_the_public_names_are_used(loop):
 def test_the_loop_trains_under_its_plan(loop, tmp_path):
     script = tmp_path / f"{loop}.py"  # a file: blocks are looked for in the source of the model's forward
     script.write_text(CODE[loop], encoding="utf-8")
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another test, with another precision
     names = runpy.run_path(str(script))
     assert names["plan"].spans
     assert names["plan"].strategy == "budget"

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.errors import RULES, Rules
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
@@ -29,7 +30,9 @@ class LanguageModelArguments(TransformerArguments):
         },
     )
     dropout: float | None = 0.0  # the same loss in every layout
-    packed_attention: PackedAttention = "auto"  # document (each by itself) if it is equal, else mask
+    packed_attention: PackedAttention = field(  # document (each by itself) if it is equal, else mask
+        default="auto", metadata={RULES: Rules(resume="chosen", before="mask")}
+    )
 
     def check_transformer(self) -> None:
         """Check the loss, too."""

@@ -99,7 +99,3 @@ def test_the_best_model_in_shards(train_on_ranks, tmp_path):
     results, _ = train_on_ranks(2, *flags)
     assert results["eval"]["loss"] == min(row["eval/loss"] for row in rows_of(tmp_path / "run") if "eval/loss" in row)
     assert (tmp_path / "run/final/model.safetensors").exists()
-
-
-def test_best_adapters_are_not_merged(refuse):
-    assert "--save_best with --lora_merge" in refuse(*IMAGES, "--lora", "--lora_merge", "--save_best")

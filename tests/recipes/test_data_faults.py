@@ -88,7 +88,7 @@ def test_bad_data_ends_in_one_line_before_a_step(line_of, fault, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@by_name("a broken image", "no documents", "fewer texts than a batch")
+@by_name("a broken image", "no documents", "a label that is none of the classes")
 def test_bad_data_costs_no_earlier_run(line_of, fault, tmp_path):
     folder = tmp_path / "run"
     for name, content in EARLIER.items():

@@ -109,7 +109,7 @@ def test_ddp_equals_accumulation_bit_for_bit(on_devices, tmp_path):
 
 
 # In a step of 4 micro-batches, with language modeling of 2. A line more is a step that became slower on every GPU.
-ADDED = "synchronize event: core/host/step.py "  # by a thread, of each gradient of the second micro-batch
+ADDED = "synchronize event: host/step.py "  # by a thread, of each gradient of the second micro-batch
 GRADIENTS = f"{ADDED}_check"  # before the norm, and before the step
 WAITS = {
     "image_classification": {},

@@ -68,7 +68,7 @@ def test_a_run_of_before_goes_on_unless_a_flag_that_is_gone_was_another(train, e
     path = tmp_path / "run/config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "decay_all": True}))
-    assert "--decay_all was True, a flag that this version no longer has" in ending(*flags, "--resume")[1]
+    assert "--decay_all True, which this version does not have" in ending(*flags, "--resume")[1]
     path.write_text(json.dumps({**config, "decay_all": False, "debug": True}))
     train(*flags, "--resume")
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.run.run import Run
 from memsave_recipes.training.arguments import RecipeArguments
+from memsave_recipes.training.launch.start import Accelerator
 
 TINY = "n_layer=3,n_head=2,n_embd=16,vocab_size=300"
 FLAGS = (
@@ -153,8 +154,8 @@ def test_groups_that_replicate_one_another(runs, tmp_path):
 
 def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):
     args = RecipeArguments(output_dir=str(tmp_path / "run"), report_to=["none"], shard="full")
-    with pytest.raises(InputError, match="shard full: there is one rank"), Run.open(args, recipe="one"):
-        pass
+    with pytest.raises(InputError, match="shard full: there is one rank"), Run.open(args, recipe="one") as run:
+        run.join(Accelerator(**run.launch))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     args = replace(args, shard="2")

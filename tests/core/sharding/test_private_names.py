@@ -7,8 +7,8 @@ import torch.distributed.checkpoint._hf_utils as of_torch
 import torch.optim._muon as muon_of_torch
 from accelerate.utils import launch
 
-from memsave_recipes.core.sharding import groups
 from memsave_recipes.training.checkpoints import shard_files
+from memsave_recipes.training.launch import launched_shard
 
 
 def test_the_header_and_the_names_of_files_are_those_of_torch():
@@ -31,9 +31,14 @@ def test_muon_orthogonalises_by_these_functions():
 
 def test_the_launcher_sets_the_variables_that_are_read():
     source = inspect.getsource(launch)
-    for name in (groups.USES_FSDP, groups.USES_PARALLELISM, "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD"):
+    for name in (
+        launched_shard.USES_FSDP,
+        launched_shard.USES_PARALLELISM,
+        "FSDP_VERSION",
+        "FSDP_RESHARD_AFTER_FORWARD",
+    ):
         assert f'"{name}"' in source
-    for name in groups.REFUSED:
+    for name in launched_shard.REFUSED:
         assert f'"{name}"' in source
-    for name in ("DP_REPLICATE", "DP_SHARD", *groups.OTHER_PARALLELISM):
+    for name in ("DP_REPLICATE", "DP_SHARD", *launched_shard.OTHER_PARALLELISM):
         assert f'prefix + "{name}_SIZE"' in source

@@ -23,8 +23,8 @@ from trials.run import Log, Run, train
 from memsave_recipes.training.launch.start import Accelerator
 
 if __name__ == "__main__":
-    folder, shard, *beside = sys.argv[2:]
-    saves = dict(every_steps=None, beside=bool(beside), with_signals=True)
+    folder, shard = sys.argv[2:]
+    saves = dict(every_steps=None, with_signals=True)
     run = Run(folder=Path(folder), shard=shard, workers=2, step_s=0.3, **saves)
     accelerator = Accelerator()
     train(run, accelerator, Log(run, accelerator.process_index))
