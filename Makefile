@@ -65,13 +65,13 @@ test-cpus: install  ## predictions and equality with the instructions of other p
 	$(PYTEST) -m slow tests/test_kinds_of_cpu.py
 
 # timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
-test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/models.md (an hour)
+test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/results/models.md (an hour)
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; \
 		HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.heads || status=1; \
 		PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status
 
 # Nothing is downloaded. A case that turns wrong fails; the page is written if none does.
-test-peers: install  ## what other projects ask of checkpointing, under four plans; writes docs/peer_suites.md (10 minutes)
+test-peers: install  ## what other projects ask of checkpointing, under four plans; writes docs/results/peer_suites.md (10 minutes)
 	HF_HUB_OFFLINE=1 PEERS=out/peers.json $(PYTEST) tests/peer_suites --ignore tests/peer_suites/test_page.py
 	PYTHONPATH=tests $(BIN)/python -m peer_suites.page out/peers.json
 

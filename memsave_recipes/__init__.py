@@ -1,6 +1,6 @@
 """Hugging Face Accelerate training recipes that save memory: name what you have, get the fastest run that fits.
 
-``import memsave_recipes as memsave`` has the functions for your own training loop; docs/own_loop.md shows them. Each
+``import memsave_recipes as memsave`` has the functions for your own training loop; docs/trainers.md shows them. Each
 name is imported when it is first used (PEP 562): the import itself loads neither torch nor transformers.
 """
 

@@ -37,16 +37,14 @@ UNLESS_NAMED = {  # by words of a launch without a preset
     "text_classification": "--max_length 16 --global_batch_size 8",
 }
 NOT_RUN = {
-    r"^(pip|python -m venv|onnx/bin/\S+|git|hf) |gguf|^make |deepspeed": "installs, or needs a network",
-    r"^(import|sys\.path|from|TextModel|script\.|END)|<<'END'": "a script for another program",
+    r"^(pip|git|hf) |^make ": "installs, or needs a network",
     r"bert_glue|llama_8b|chat_lora|meta-llama": "names a model or data of the Hub",
     r"\$SCRATCH|SLURM|^wait": "SLURM",
     r"multi_node|--nnodes": "several machines",
     r"^(LAUNCH=\S+ )?wandb |^trackio show": "a server: recipes/../run/test_sweep.py",
     r"^python benchmarks": "a benchmark, or writes into docs/",
-    r"out/lora/final": "of a run that the page has not made",
 }
-SAMPLE = {"compare.md": "", "README.md": r"demo\.yaml|memsave compare"}
+SAMPLE = {"dashboards.md": "", "README.md": r"demo\.yaml|memsave compare"}
 """Lines of these pages that every run of the tests runs."""
 
 
@@ -115,7 +113,7 @@ def make_run(folder, plan):
 def test_commands_run(name, wanted, tmp_path):
     lines = [line for line in commands_of(PAGES[name]) if re.search(wanted, line) and not reasons(line)]
     make_files(tmp_path)
-    if name in ("compare.md", "sweeps.md"):
+    if name == "dashboards.md":
         for run, plan in {"plain": "none", "segments": "segments:2", "sweep/one": "full"}.items():
             make_run(tmp_path / "out" / run, plan)
     path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -139,4 +137,4 @@ def test_commands_run(name, wanted, tmp_path):
 def test_what_is_not_run_is_listed_once_and_is_there():
     lines = [line for page in PAGES.values() for line in commands_of(page)]
     assert {why for line in lines for why in reasons(line)} == set(NOT_RUN.values())
-    assert sum(not reasons(line) for line in lines) > 50
+    assert sum(not reasons(line) for line in lines) > 40

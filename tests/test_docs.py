@@ -20,12 +20,13 @@ from memsave_recipes.training.parsing import parse_arguments
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MAX_README_LINES = 120
-PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
+MAX_README_LINES = 110
+MAX_PAGES, MAX_LINES = 16, 3000
+PAGES = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("design/*.md")]
 OF_TEXT = {"recipes/language_modeling.py", "recipes/text_classification.py"}
 NAMES_A_MODEL = {"--model_type", "--model_name_or_path", "--config"}
 TRAINED = "checkpoints/step-4/model-0.safetensors"
-TESTED_ELSEWHERE = ("export.md", "own_loop.md", "trainers.md")  # test_export, test_own_loop, integrations/test_page
+TESTED_ELSEWHERE = ("trainers.md",)  # test_own_loop, integrations/test_page
 EXAMPLES = [
     (page.name, code)
     for page in DOCS.glob("*.md")
@@ -64,9 +65,6 @@ def main_of(recipe):
 def test_examples_run(page, code):
     names = {}
     exec(compile(code, page, "exec"), names)
-    if page == "activation_plans.md":
-        assert 0 < len(names["plan"].recomputed) < len(names["plan"].blocks)
-        assert "forward" not in vars(names["model"])
 
 
 def test_the_recipe_of_the_page_resumes_both_models_and_both_optimizers(tmp_path):
@@ -121,7 +119,7 @@ def test_flags_beside_other_programs_parse(arguments):
     assert len(spans) > 100
     assert {name for span in spans for name in re.findall(r"--(\w+)", span)} <= known
     with_values = [span for span in spans if " " in span]
-    assert len(with_values) > 15
+    assert len(with_values) > 10
     assert [span for span in with_values if not is_taken(shlex.split(span), arguments)] == []
 
 
@@ -170,7 +168,7 @@ def test_names_of_trl_are_its_own():
     rows = rows_below("Trainer, TRL and timm")
     named = [name for row in rows for name in re.findall(r"`([a-z]\w+)`", row[2])]
     named += [name for row in rows if row[2] == "the same" for name in re.findall(r"--(\w+)", row[0])]
-    assert len(named) > 15
+    assert len(named) > 10
     assert set(named) <= known
     assert issubclass(trl.SFTConfig, TrainingArguments)  # "as Trainer"
 
@@ -187,6 +185,12 @@ def test_names_of_lightning_are_its_own():
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= MAX_README_LINES
+
+
+def test_the_pages_are_few_and_short():
+    pages = [page.read_text(encoding="utf-8").splitlines() for page in DOCS.glob("*.md")]
+    assert len(pages) <= MAX_PAGES
+    assert sum(map(len, pages)) <= MAX_LINES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -218,7 +222,7 @@ def test_the_help_has_a_line_for_each_command(capsys):
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target

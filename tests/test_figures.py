@@ -16,8 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-GENERATED = "docs/models.md"  # from docs/results/zoo.json: zoo/page.py writes it, and tests/zoo compares
+OF_DESIGN = ("predictions.md", "second_run.md", "shards.md")  # the others are notes of the code
+PAGES = [
+    "README.md",
+    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+    *(f"docs/design/{name}" for name in OF_DESIGN),
+]
 START = r"(?<![\w.,])(?<!\w-)"
 NUMBER = rf"{START}x?\d+(?:,\d{{3}})*(?:\.\d+)?(?!\w)"
 UNIT = r"\s?(?:%|[KMGT]iB\b|[KMG]B\b|ms\b|s\b|seconds\b|minutes\b|hours\b|times as\b|nats\b|thousand\b)"
@@ -166,6 +170,16 @@ def estimator(name):
     )
 
 
+def way_for_8b(way):
+    """The text of a way to train all weights of 8 billion, and its source."""
+    found = results("full_fine_tuning.json")["models"]["8B"][way]
+    gib = [found[key] / GIB for key in ("needed_bytes", "host_bytes") if found[key]]
+    a_token = 1000 * found["step_s"] / 2048
+    shown = [f"{one:.1f} GiB" for one in gib] + [""] * (2 - len(gib))
+    text = f"` | {shown[0]} | {shown[1]} | {a_token:.2f} ms |"
+    return " ".join(text.split()), measured("full_fine_tuning.json", *gib, a_token)
+
+
 def peer(loop):
     """MiB at the peak of a step, and its CPU time as a multiple of torch's by hand."""
     row = one("peers-cpu.json", loop=loop)
@@ -248,7 +262,7 @@ IN_SLICES = Asserted("tests/core/sharding/test_slices.py")
 SAVED_IN_SHARDS = Asserted("tests/core/sharding/test_saved.py")
 FIGURES = {
     "README.md": {
-        "the peak falls from 48.8 to 24.6 MiB": measured(
+        "the demo falls from 48.8 to 24.6 MiB": measured(
             "rows", *(finished_run(plan, model="densenet_small")["peak_bytes"] / MIB for plan in ("none", "budget"))
         ),
         "faster than 90 of 98 points": measured(
@@ -265,25 +279,6 @@ FIGURES = {
         "VGG16 stays at 96 %": measured("frontier-cpu.json", least_share("vgg16")),
         "down to 41 %": measured("frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]),
     },
-    "docs/platforms.md": {
-        "on an H100 for 13 minutes": Stated("how long they took"),
-        "had failed, for 10 minutes": Stated("how long it took"),
-        "took 6.29 GiB of the host, and had said 6.77": on_h200(
-            *(told("offload: the host's", pattern, "h200") for pattern in (r"([\d.]+) GiB more", r"said ([\d.]+)"))
-        ),
-        "the peak was 0.00 % below what was predicted": on_h200(told("LoRA on 4 bits", r"\+([\d.]+) %", "h200")),
-        "190 ms a step, those of the plain loop 185": on_h200(kernels_ms("recipe"), kernels_ms("plain loop")),
-        "at about 300 and 270 ms": on_h200(step_ms("recipe"), step_ms("plain loop"), within_pct=2),
-        "40 KiB (3 %) higher": Stated("by a test of densenet-bf16-full-2"),
-        "more than 100 s to plan": Stated("by a profile that was stopped then"),
-        "predicted 0.00 % above": measured("gpu_day-h100.json", told("8-bit AdamW", r"\+([\d.]+) %")),
-        "streamed weights 2.03 %": measured("gpu_day-h100.json", told("LoRA, frozen weights", r"\+([\d.]+) %")),
-        "than the recipe: x1.20": PLAIN_LOOP,
-        "trained 207,016 tokens a second, 13.7 % of": README_SPEED,
-        "57 % of the shortest time was elementwise operators, and 15 % casts": COUNTED,
-        "Matrix products were 16 %, attention 4 %": COUNTED,
-        "142 ms a step for the same launch with `--fused_ops auto`, at least 91 ms": EXPECTED,
-    },
     "docs/activation_plans.md": {
         "within 1 % of the bytes": Asserted("tests/core/planner"),
         "from 1 % below to 5 % above it": Asserted("tests/core/costs"),
@@ -298,7 +293,9 @@ FIGURES = {
         "more than 1,024 tokens": Stated("a setting"),
         "rows have 8,192 tokens or more": Stated("a setting"),
     },
-    "docs/architecture.md": {"1,797 scanned digits": Stated("scikit-learn's")},
+    "docs/architecture.md": {
+        "1,797 scanned digits": Stated("scikit-learn's"),
+    },
     "docs/benchmarks.md": {
         "cards of 24 to 80 GiB": Stated("sizes of cards"),
         "in the first 12 minutes": Stated("limits of the runs"),
@@ -333,6 +330,7 @@ FIGURES = {
             one("loop_overhead_tiny.json", "loops", loop="memsave_recipes")["ratio"],
             one("loop_overhead_tiny.json", "loops", loop="torch, by hand")["step_ms"],
         ),
+        "on cards of 24 to 80 GiB": Stated("sizes of cards"),
     },
     "docs/data.md": {
         "1,797 scanned digits": Stated("scikit-learn's"),
@@ -343,21 +341,171 @@ FIGURES = {
         "[at most 0.24 %]": measured(
             "data_share.json", 100 * max(row["share"] for row in results("data_share.json")["rows"])
         ),
-        "1,597 us of an image instead of 1,028": measured(
-            "data_share.json", *(results("data_share.json")["warp"]["us"][way] for way in ("compiled", "eager"))
-        ),
         "4 workers, the most by default, load 6,339 images/s": measured(
             "image_loading.json", 4, 4 * 1e6 / loading_us()
         ),
     },
-    "docs/files.md": {"more than 5 GB in several files": SAVED_IN_SHARDS},
+    "docs/design/predictions.md": {
+        "take 20 and 22 times as long": measured(
+            "host_step.json",
+            *(host_step(way, "own_s") / host_step("AdamW, float32", "own_s") for way in HOST_STEP_SLOW),
+        ),
+        "an assumed 100 GB/s": Stated("an assumption"),
+        "assumed to be 500 MiB": Stated("an assumption"),
+        "a reserve of 1 % of the baseline's activations": Stated("a setting"),
+        "loses 0.9 % of the exact plan's step on average, and 4.0 % at most, over six models of up to 8 billion "
+        "parameters and 20 budgets each": measured(
+            "solver-ablation.json", mean(ablation("greedy")), max(ablation("greedy")), 8, 20
+        ),
+        "no plan for 8 of the 120 budgets": measured("solver-ablation.json", 120 - len(ablation("greedy")), 120),
+        "loses 30.2 % at most and equal segments 26.4 %": measured(
+            "solver-ablation.json", max(ablation("every k-th")), max(ablation("segments"))
+        ),
+        "plan takes no more than 0.6 s to find": measured(
+            "solver-ablation.json",
+            max(row["solver_s"] for model in results("solver-ablation.json")["models"] for row in model["budgets"]),
+        ),
+        "14 | 0.00 % | +0.01 % | 0 |": estimator("memsave_recipes"),
+        "14 | 11.1 % | +38.1 % | 3 |": estimator("torch-preflight"),
+        "7 | 25.3 % | +60.6 % | 3 |": estimator("torch-kitsune"),
+        "7 | 116 % | +211 % | 1 |": estimator("vram-check"),
+        "8 | 9.97 % | -23.4 % | 8 |": estimator("accelerate estimate-memory"),
+        "memory | 76 % |": Asserted("tests/core/costs/test_targets.py"),
+        "60 % if their smallest side is 768, 70 % from 2,048 on": Asserted("tests/core/costs/test_targets.py"),
+        "46 % at 1,024 tokens, 53 % from 2,048 on": Asserted("tests/core/costs/test_targets.py"),
+        "38 % and 42 %": Asserted("tests/core/costs/test_targets.py"),
+        "| 224 ms | 317 ms | 316.2 ms |": EXPECTED,
+        "| 117 ms | 172 ms | 190 ms | -10 % |": EXPECTED,
+        "for another 100 ms a step": on_h200(step_ms("recipe") - kernels_ms("recipe"), within_pct=10),
+    },
+    "docs/design/shards.md": {
+        "on 2 ranks 260 MB (its share is 186 MB, the largest unit 131 MB)": IN_SLICES,
+        "loads all of them 563 MB": IN_SLICES,
+        "on 4 ranks 147 MB (its share is 93 MB, the largest unit 131 MB)": IN_SLICES,
+        "loads all of them 470 MB": IN_SLICES,
+        "and at most 1 % less": Asserted("tests/core/sharding/test_memory.py"),
+        "at most 2 % less with tiles, 8 % less in VGG under `offload`, and 1 % less": Asserted(
+            "tests/core/sharding/test_memory.py"
+        ),
+    },
+    "docs/errors.md": {
+        "Tried to allocate 20.00 MiB": Stated("an example of torch's words"),
+        "16 bytes a parameter: 104 GiB for 7 billion": Asserted("tests/run/test_errors_page.py"),
+        "3.9 GiB for 8 x 1,024 x 128,256": Asserted("tests/run/test_errors_page.py"),
+    },
     "docs/failures.md": {
         "400 command lines": Asserted("tests/recipes/test_fuzz.py"),
         "once, for 5 s": Stated("a setting"),
+        "or 30 minutes after the last save": Stated("a setting"),
         "not saved within 30 minutes": Stated("a setting"),
-        "for longer than 30 minutes": Stated("a setting"),
+        "for longer than 30 minutes (also": Stated("a setting"),
     },
-    "docs/long_context.md": {
+    "docs/measuring.md": {
+        "more than 5 GB in several files": SAVED_IN_SHARDS,
+        "within 1 % for transformers and up to 5 % above it for convolutions": Asserted("tests/core/costs"),
+        "it is within 1 % for all": Asserted("tests/core/costs"),
+        "The target is 0.5 % of the step time": Stated("a target"),
+    },
+    "docs/migrating.md": {
+        "saved every 30 minutes": Asserted("tests/test_docs.py"),
+    },
+    "docs/planner.md": {
+        "8,192 or 1,024 tokens": Stated("settings"),
+        "default: 95 % of a GPU's": Stated("a setting"),
+        "Defaults: 2,048 tokens": Stated("a setting"),
+        "at 1,024 tokens, 2,048 and so on": Stated("lengths that are tried"),
+        "within 1 % of the fastest": Stated("a setting"),
+        "at most 1 % (none is added after 10 s of them": Stated("settings"),
+        "leaves 5 % of a GPU": Stated("an assumption"),
+        "needs 6.42 GiB": measured("../article.ipynb", printed_in_the_article("predicted in all") / 1024),
+        "read 14,222 MB": Stated("the article's figure"),
+    },
+    "docs/platforms.md": {
+        "to take 142 ms, at least 91 ms": EXPECTED,
+        "on an H100 for 13 minutes": Stated("how long they took"),
+        "had failed, for 10 minutes": Stated("how long it took"),
+        "took 6.29 GiB of the host, and had said 6.77": on_h200(
+            *(told("offload: the host's", pattern, "h200") for pattern in (r"([\d.]+) GiB more", r"said ([\d.]+)"))
+        ),
+        "the peak was 0.00 % below what was predicted": on_h200(told("LoRA on 4 bits", r"\+([\d.]+) %", "h200")),
+        "190 ms a step, those of the plain loop 185": on_h200(kernels_ms("recipe"), kernels_ms("plain loop")),
+        "at about 300 and 270 ms": on_h200(step_ms("recipe"), step_ms("plain loop"), within_pct=2),
+        "40 KiB (3 %) higher": Stated("by a test of densenet-bf16-full-2"),
+        "more than 100 s to plan": Stated("by a profile that was stopped then"),
+        "predicted 0.00 % above": measured("gpu_day-h100.json", told("8-bit AdamW", r"\+([\d.]+) %")),
+        "streamed weights 2.03 %": measured("gpu_day-h100.json", told("LoRA, frozen weights", r"\+([\d.]+) %")),
+        "than the recipe: x1.20": PLAIN_LOOP,
+        "trained 207,016 tokens a second, 13.7 % of": README_SPEED,
+        "57 % of the shortest time was elementwise operators, and 15 % casts": COUNTED,
+        "Matrix products were 16 %, attention 4 %": COUNTED,
+    },
+    "docs/recipes.md": {
+        "from 7.62 to": Stated("arithmetic: the logarithm of 2,048"),
+        "5.04, 5.10 and 5.12 nats": measured(
+            "rows",
+            *sorted(finished_run("none", data="docstring-chats", seed=seed)["evaluation"]["loss"] for seed in "012"),
+        ),
+        "Llama-3.1-8B by LoRA in 24 GiB": Stated("a target"),
+        "at x1.25 of its time, where segments take x1.42 and more": measured(
+            "frontier-cpu.json",
+            share_and_time("densenet121", "budget 75 MiB")[1],
+            min(
+                row["time_ratio"]
+                for method, row in frontier("densenet121").items()
+                if method.startswith(("segments", "checkpoint_sequential")) and row["share"] < 0.34
+            ),
+        ),
+        "goes down to 15 %, lower than any": measured("frontier-cpu.json", least_share("densenet121")),
+        "take 13 % and 9 % of it at x0.89 and x0.87": measured(
+            "frontier-cpu.json",
+            *(share_and_time(*point)[0] for point in (("gpt2", "budget 90.7 MiB"), ("llama", "budget 105 MiB"))),
+            *(share_and_time(*point)[1] for point in (("gpt2", "budget 90.7 MiB"), ("llama", "budget 105 MiB"))),
+        ),
+        "takes x0.97 and x0.96 at about": measured(
+            "frontier-cpu.json",
+            share_and_time("gpt2", "budget:bitwise 90.7 MiB")[1],
+            share_and_time("llama", "budget:bitwise 105 MiB")[1],
+        ),
+        "goes down to 41 % of the baseline": measured(
+            "frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]
+        ),
+        "down to 31 % at x1.35": measured("frontier-cpu.json", *share_and_time("resnet50", "budget 116 MiB")),
+    },
+    "docs/scale.md": {
+        **dict(row_over_cards(plan) for plan in ("full", "full_tiled", "full_tiled_offload")),
+        "if this fits and is faster by 1 %": Stated("a setting"),
+        **{
+            f"| {model} | {shown} |": measured("whole_or_shards.json", *needed_gib(model))
+            for model, shown in {
+                "1B": "26.5 GiB | 21.9 GiB | 6.96 GiB | 4.87 GiB",
+                "8B": "156 GiB | 127 GiB | 25.8 GiB | 12.2 GiB",
+                "70B": "1,335 GiB | 1,072 GiB | 160 GiB | 40.6 GiB",
+            }.items()
+        },
+        "fills 95 % of a card's memory": Stated("a setting"),
+        "8 x 24 GiB | 8 x 48 GiB | 8 x 80 GiB": Stated("sizes of cards"),
+        "1,048,576 tokens on eight H100 in 380 s a step and 56.2 GB": Stated("TRL's figures"),
+        "at most 2 % too high for the other plans": Asserted("tests/core/sharding/test_memory_of_shared_rows.py"),
+        "A card of 24 GiB has 22.8 for it, one of 80 GiB 76.": Stated("arithmetic: 95 %"),
+        "about 1B on cards of 24 GiB, and up to somewhere between 1B and 8B on cards of 80 GiB": Stated(
+            "from the table"
+        ),
+        "8B fits 80 GiB even without checkpointing (67.3 GiB), but it does not fit 24 GiB": measured(
+            "whole_or_shards.json", 80, whole_or_shards("8B", 8, "full", "none")["needed_bytes"] / GIB, 24
+        ),
+        "over 64 cards of 80 GiB it does": Stated("from the table"),
+        "of 80 GiB takes 1.48 s a step without checkpointing, in shards 3.06 s at the 31.5 GB/s": measured(
+            "whole_or_shards.json",
+            80,
+            *(whole_or_shards("1B", 8, shard, "none")["step_s"] for shard in ("none", "full")),
+            whole_or_shards("1B", 8, "full", "none")["interconnect_bytes_per_s"] / 1e9,
+        ),
+        "in files of at most 5 GB": SAVED_IN_SHARDS,
+    },
+    "docs/techniques.md": {
+        **dict(way_for_8b(way) for way in results("full_fine_tuning.json")["models"]["8B"]),
+        "the inputs of attention and MLP, 2 KiB a token here": Stated("arithmetic: hidden 512 in float32"),
+        "at 95 % of the memory of cards of 24 to 80 GiB": Stated("a setting, and sizes of cards"),
         "8 layers, hidden 512, MLP 1,792": Stated("the model"),
         "vocabulary 32,000": Stated("the model"),
         "| longest row in | 1.5 GiB | 2 GiB | 4 GiB |": Stated("given"),
@@ -399,9 +547,6 @@ FIGURES = {
             *(real_row("DeepSpeed's tiling", 2048)["time_ratio"], 2048),
             *(real_row("DeepSpeed's tiling", 4096)["time_ratio"], 4096),
         ),
-        "the input of a block, 2 KiB a token here": Stated("arithmetic: hidden 512 in float32"),
-        "on cards of 24 to 80 GiB": Stated("sizes of cards"),
-        "at 95 % of a card's memory": Stated("a setting"),
         "a card of 24 GiB takes rows of about 70 thousand tokens instead of 35": measured(
             "tokens_of_8b.json",
             *(24, longest_row("LoRA, weights streamed", "full_tiled_offload", 24)),
@@ -412,139 +557,7 @@ FIGURES = {
         "about 320 thousand there": measured(
             "tokens_of_8b.json", longest_row("LoRA", "full_tiled_offload", 80), within_pct=2
         ),
-        "fills 95 % of a card's memory": Stated("a setting"),
-        "8 x 24 GiB | 8 x 48 GiB | 8 x 80 GiB": Stated("sizes of cards"),
-        **dict(row_over_cards(plan) for plan in ("full", "full_tiled", "full_tiled_offload")),
-        "1,048,576 tokens on eight H100 in 380 s a step and 56.2 GB": Stated("TRL's figures"),
-        "at most 2 % too high for the other plans": Asserted("tests/core/sharding/test_memory_of_shared_rows.py"),
-    },
-    "docs/measuring.md": {
-        "within 1 % for transformers and up to 5 % above it for convolutions": Asserted("tests/core/costs"),
-        "it is within 1 % for all": Asserted("tests/core/costs"),
-        "The target is 0.5 % of the step time": Stated("a target"),
-    },
-    "docs/planner.md": {
-        "8,192 or 1,024 tokens": Stated("settings"),
-        "default: 95 % of a GPU's": Stated("a setting"),
-        "Defaults: 2,048 tokens": Stated("a setting"),
-        "at 1,024 tokens, 2,048 and so on": Stated("lengths that are tried"),
-        "within 1 % of the fastest": Stated("a setting"),
-        "at most 1 % (none is added after 10 s of them": Stated("settings"),
-        "the noise of the measurement (±1.3 %)": Stated("an example of a line"),
-        "an assumed 100 GB/s": Stated("an assumption"),
-        "take 20 and 22 times as long": measured(
-            "host_step.json",
-            *(host_step(way, "own_s") / host_step("AdamW, float32", "own_s") for way in HOST_STEP_SLOW),
-        ),
-        "assumed to be 500 MiB": Stated("an assumption"),
-        "a reserve of 1 % of the baseline's activations": Stated("a setting"),
-        "loses 0.9 % of the exact plan's step on average, and 4.0 % at most, over six models of up to 8 billion "
-        "parameters and 20 budgets each": measured(
-            "solver-ablation.json", mean(ablation("greedy")), max(ablation("greedy")), 8, 20
-        ),
-        "no plan for 8 of the 120 budgets": measured("solver-ablation.json", 120 - len(ablation("greedy")), 120),
-        "loses 30.2 % at most and equal segments 26.4 %": measured(
-            "solver-ablation.json", max(ablation("every k-th")), max(ablation("segments"))
-        ),
-        "plan takes no more than 0.6 s to find": measured(
-            "solver-ablation.json",
-            max(row["solver_s"] for model in results("solver-ablation.json")["models"] for row in model["budgets"]),
-        ),
-        "14 | 0.00 % | +0.01 % | 0 |": estimator("memsave_recipes"),
-        "14 | 11.1 % | +38.1 % | 3 |": estimator("torch-preflight"),
-        "7 | 25.3 % | +60.6 % | 3 |": estimator("torch-kitsune"),
-        "7 | 116 % | +211 % | 1 |": estimator("vram-check"),
-        "8 | 9.97 % | -23.4 % | 8 |": estimator("accelerate estimate-memory"),
-        "leaves 5 % of a GPU": Stated("an assumption"),
-        "memory | 76 % |": Asserted("tests/core/costs/test_targets.py"),
-        "60 % if their smallest side is 768, 70 % from 2,048 on": Asserted("tests/core/costs/test_targets.py"),
-        "46 % at 1,024 tokens, 53 % from 2,048 on": Asserted("tests/core/costs/test_targets.py"),
-        "38 % and 42 %": Asserted("tests/core/costs/test_targets.py"),
-        "| 224 ms | 317 ms | 316.2 ms |": EXPECTED,
-        "| 117 ms | 172 ms | 190 ms | -10 % |": EXPECTED,
-        "for another 100 ms a step": on_h200(step_ms("recipe") - kernels_ms("recipe"), within_pct=10),
-        "needs 6.42 GiB": measured("../article.ipynb", printed_in_the_article("predicted in all") / 1024),
-        "read 14,222 MB": Stated("the article's figure"),
-    },
-    "docs/errors.md": {
-        "Tried to allocate 20.00 MiB": Stated("an example of torch's words"),
-        "16 bytes a parameter: 104 GiB for 7 billion": Asserted("tests/run/test_errors_page.py"),
-        "3.9 GiB for 8 x 1,024 x 128,256": Asserted("tests/run/test_errors_page.py"),
-    },
-    "docs/migrating.md": {"saved every 30 minutes": Asserted("tests/test_docs.py")},
-    "docs/recipes.md": {
-        "from 7.62 to": Stated("arithmetic: the logarithm of 2,048"),
-        "5.04, 5.10 and 5.12 nats": measured(
-            "rows",
-            *sorted(finished_run("none", data="docstring-chats", seed=seed)["evaluation"]["loss"] for seed in "012"),
-        ),
-        "Llama-3.1-8B by LoRA in 24 GiB": Stated("a target"),
-        "at x1.25 of its time, where segments take x1.42 and more": measured(
-            "frontier-cpu.json",
-            share_and_time("densenet121", "budget 75 MiB")[1],
-            min(
-                row["time_ratio"]
-                for method, row in frontier("densenet121").items()
-                if method.startswith(("segments", "checkpoint_sequential")) and row["share"] < 0.34
-            ),
-        ),
-        "goes down to 15 %, lower than any": measured("frontier-cpu.json", least_share("densenet121")),
-        "take 13 % and 9 % of it at x0.89 and x0.87": measured(
-            "frontier-cpu.json",
-            *(share_and_time(*point)[0] for point in (("gpt2", "budget 90.7 MiB"), ("llama", "budget 105 MiB"))),
-            *(share_and_time(*point)[1] for point in (("gpt2", "budget 90.7 MiB"), ("llama", "budget 105 MiB"))),
-        ),
-        "takes x0.97 and x0.96 at about": measured(
-            "frontier-cpu.json",
-            share_and_time("gpt2", "budget:bitwise 90.7 MiB")[1],
-            share_and_time("llama", "budget:bitwise 105 MiB")[1],
-        ),
-        "goes down to 41 % of the baseline": measured(
-            "frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]
-        ),
-        "down to 31 % at x1.35": measured("frontier-cpu.json", *share_and_time("resnet50", "budget 116 MiB")),
-        "400 command lines": Asserted("tests/recipes/test_fuzz.py"),
-    },
-    "docs/scale.md": {
-        "A card of 24 GiB has 22.8 for it, one of 80 GiB 76.": Stated("arithmetic: 95 %"),
-        **{
-            f"| {model} | {shown} |": measured("whole_or_shards.json", *needed_gib(model))
-            for model, shown in {
-                "1B": "26.5 GiB | 21.9 GiB | 6.96 GiB | 4.87 GiB",
-                "8B": "156 GiB | 127 GiB | 25.8 GiB | 12.2 GiB",
-                "70B": "1,335 GiB | 1,072 GiB | 160 GiB | 40.6 GiB",
-            }.items()
-        },
-        "about 1B on cards of 24 GiB, and up to somewhere between 1B and 8B on cards of 80 GiB": Stated(
-            "from the table"
-        ),
-        "8B fits 80 GiB even without checkpointing (67.3 GiB), but it does not fit 24 GiB": measured(
-            "whole_or_shards.json", 80, whole_or_shards("8B", 8, "full", "none")["needed_bytes"] / GIB, 24
-        ),
-        "over 64 cards of 80 GiB it does": Stated("from the table"),
-        "of 80 GiB takes 1.48 s a step without checkpointing, in shards 3.06 s at the 31.5 GB/s": measured(
-            "whole_or_shards.json",
-            80,
-            *(whole_or_shards("1B", 8, shard, "none")["step_s"] for shard in ("none", "full")),
-            whole_or_shards("1B", 8, "full", "none")["interconnect_bytes_per_s"] / 1e9,
-        ),
-        "on 2 ranks 260 MB (its share is 186 MB, the largest unit 131 MB)": IN_SLICES,
-        "loads all of them 563 MB": IN_SLICES,
-        "on 4 ranks 147 MB (its share is 93 MB, the largest unit 131 MB)": IN_SLICES,
-        "loads all of them 470 MB": IN_SLICES,
-        "finds that it fits and is faster by 1 %": Stated("a setting"),
-        "in files of at most 5 GB": SAVED_IN_SHARDS,
-        "and at most 1 % less": Asserted("tests/core/sharding/test_memory.py"),
-        "at most 2 % less with tiles, 8 % less in VGG under `offload`, and 1 % less": Asserted(
-            "tests/core/sharding/test_memory.py"
-        ),
-    },
-    "docs/full_fine_tuning.md": {
-        **dict.fromkeys(rows_of("full_fine_tuning.md"), Asserted("tests/benchmarks/test_full_fine_tuning.py")),
         "Rows of 2,048 tokens": Stated("the benchmark's"),
-        "95 % of a card and 90 % of a host": Stated("USABLE and USABLE_OF_HOST of the benchmark"),
-    },
-    "docs/techniques.md": {
         "vocabulary 8,192": Stated("the model"),
         "GPT-2 moves 711 kB a token without fused operators and 146 kB": moved_kb("GPT-2"),
         "1B 1,275 kB and 865 kB": moved_kb("Llama 3.2 1B"),
@@ -641,7 +654,7 @@ def numbers_of(text):
 SOURCES = [(page, text, source) for page, texts in FIGURES.items() for text, source in texts.items()]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != GENERATED])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_figure_has_a_source(page):
     text = text_of(page)
     covered = [(begin, begin + len(part)) for part in FIGURES.get(page, {}) if (begin := text.find(part)) >= 0]

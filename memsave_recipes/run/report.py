@@ -1,7 +1,7 @@
 """A run's figures: a row a logging window while it trains, ``results.json`` and the model card when it is done.
 
-Keys are those of ``docs/files.md``. The card is ``final/README.md`` in the Hub's format; as it is made to be shared, it
-has the last names of local paths alone.
+Keys are those of ``docs/measuring.md``. The card is ``final/README.md`` in the Hub's format; as it is made to be
+shared, it has the last names of local paths alone.
 """
 
 import os

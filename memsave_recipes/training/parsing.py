@@ -34,7 +34,7 @@ ELSEWHERE = {
     "hub_model_id": "upload final/ at the end: hf upload NAME OUTPUT_DIR/final",
     **dict.fromkeys(("lora_alpha", "lora_dropout", "use_rslora", "use_dora"), ENTRY),
     **dict.fromkeys(("lora_target_modules", "lora_modules_to_save"), ENTRY + ", without its lora_"),
-    "lora_merge": "merge afterwards by peft: docs/export.md",
+    "lora_merge": "merge afterwards by peft: docs/recipes.md",
     "dropout": "give the model's own entries to --config_overrides, such as attn_pdrop=0.1",
     "vocab_size": "it is an entry of --config_overrides",
     "max_eval_samples": "all held-out rows are evaluated: give fewer as --validation_file",

@@ -73,8 +73,8 @@ def test_published_results_are_of_every_case_and_estimator(benchmark, published)
     assert list(published["summary"]) == ["memsave_recipes", *benchmark.OTHERS]
 
 
-def test_the_planners_page_has_the_published_figures(benchmark, published):
-    page = (benchmark.harness.ROOT / "docs" / "planner.md").read_text()
+def test_the_page_of_predictions_has_the_published_figures(benchmark, published):
+    page = (benchmark.harness.ROOT / "docs" / "design" / "predictions.md").read_text()
     for name, found in published["summary"].items():
         row = next(line for line in page.splitlines() if line.replace("`", "").startswith(f"| {name} "))
         answers, error, worst, too_low = (float(cell.removesuffix(" % ")) for cell in row.split("|")[3:7])

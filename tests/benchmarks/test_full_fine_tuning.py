@@ -1,4 +1,4 @@
-"""The benchmark: its commands plan, and the page has the rows that it writes."""
+"""The benchmark: its commands plan, and the pages have the rows that it writes."""
 
 import json
 from pathlib import Path
@@ -19,10 +19,14 @@ def test_state_on_the_host_frees_the_card(load, tmp_path):
 
 
 def test_the_page_has_its_rows(load):
-    benchmark, page = load("full_fine_tuning"), (ROOT / "docs" / "full_fine_tuning.md").read_text(encoding="utf-8")
+    benchmark, page = load("full_fine_tuning"), (RESULTS / "full_fine_tuning.md").read_text(encoding="utf-8")
     found = json.loads((RESULTS / "full_fine_tuning.json").read_text(encoding="utf-8"))["models"]
     rows = [row for model, ways in found.items() for row in benchmark.rows_of(model, ways)]
-    assert benchmark.harness.markdown_table(benchmark.HEADINGS, rows).strip() in page
+    assert benchmark.harness.markdown_table(benchmark.HEADINGS, rows).strip() == page.strip()
+
+
+def test_the_page_of_techniques_has_the_flags_of_each_way(load):
+    benchmark, page = load("full_fine_tuning"), (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8")
     for way, words in (benchmark.WAYS | benchmark.LORA_WAYS).items():
         assert f"| {way} | `{' '.join(words)}` |" in page
 

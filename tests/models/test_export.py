@@ -1,4 +1,4 @@
-"""docs/export.md: its code makes ONNX files of what the recipes save, and llama.cpp's script takes it.
+"""docs/recipes.md on export: its code makes ONNX files of what the recipes save, and llama.cpp's script takes it.
 
 With onnx, onnxscript, onnxruntime, gguf and sentencepiece in the tests' environment, and LLAMA_CPP=FOLDER of a clone of
 llama.cpp, ``pytest tests/models/test_export.py`` runs these; without them they are skipped by name.
@@ -19,8 +19,29 @@ from safetensors.torch import load_file
 
 from memsave_recipes.models import load
 
-PAGE = (lives.ROOT / "docs/export.md").read_text(encoding="utf-8")
-OF_TEXTS, OF_IMAGES = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = (lives.ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+(OF_TEXTS,) = re.findall(r"```py\n((?:(?!```).)*?torch\.onnx.*?)```", PAGE, re.S)
+OF_IMAGES = """
+import torch
+from PIL import Image
+from memsave_recipes.models import load
+
+saved = load("out/images")
+image = Image.new("RGB", (64, 64))
+images = saved.processor([image] * 2, return_tensors="pt")["pixel_values"]
+options = {"dynamic_shapes": [{0: torch.export.Dim.AUTO}], "output_names": ["logits"], "dynamo": True}
+torch.onnx.export(saved.model, (images,), "images.onnx", input_names=["pixel_values"], **options)
+"""
+OF_LLAMA_CPP = """
+import sys
+
+sys.path.insert(0, sys.argv.pop(1))
+import convert_hf_to_gguf as script
+from conversion.base import TextModel
+
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+script.main()
+"""
 ONE_STEP = ["--global_batch_size", "8", "--max_steps", "1", "--report_to", "none"]
 LABELLED = ["--model_type", "bert", "--config_overrides", f"{lives.TINY_BERT},{lives.WORDS}", "--max_length", "24"]
 TEXT = ["--block_size", "32", *lives.OF_TEXT]
@@ -75,12 +96,11 @@ def test_of_images_onnx_has_the_logits_of_torch(flags, train):
 
 
 def convert(*words, told_the_words=True):
-    """What the script of llama.cpp printed; on the page it is told how the tokenizer cuts text into words, or not."""
+    """What the script of llama.cpp printed; it is told how the tokenizer cuts text into words, or not."""
     if "LLAMA_CPP" not in os.environ:
         pytest.skip("LLAMA_CPP=FOLDER names no clone of llama.cpp")
     folder = os.environ["LLAMA_CPP"]
-    (wrapped,) = re.findall(r"<<'END'\n(.*?)^END$", PAGE, re.S | re.M)
-    script = ["-c", wrapped, folder] if told_the_words else [f"{folder}/convert_hf_to_gguf.py"]
+    script = ["-c", OF_LLAMA_CPP, folder] if told_the_words else [f"{folder}/convert_hf_to_gguf.py"]
     return subprocess.run([sys.executable, *script, *words], capture_output=True, text=True).stderr
 
 

@@ -1,4 +1,4 @@
-"""docs/peer_suites.md says what docs/results/peer_suites.json says, of every case, and no verdict is a fault."""
+"""docs/results/peer_suites.md says what the JSON beside it says, of every case, and no verdict is a fault."""
 
 import json
 from importlib import import_module

@@ -81,7 +81,7 @@ def test_an_agent_may_launch_on_more_ranks(launched: Callable[..., list[str]], m
 
 
 def test_the_page_shows_the_sweep() -> None:
-    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/sweeps.md").read_text(encoding="utf-8"), re.S)
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/dashboards.md").read_text(encoding="utf-8"), re.S)
     assert SWEEP.read_text(encoding="utf-8").endswith(shown)
 
 

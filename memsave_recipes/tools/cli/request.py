@@ -37,7 +37,7 @@ from memsave_recipes.training.parsing import named_flags, underscored
 
 EXPECTED_SECONDS = (
     "seconds are expected, not measured: by the shares of the data sheet's rates that eager kernels reach on an H100, "
-    "without waits for the host or for data (docs/planner.md, What the seconds mean)"
+    "without waits for the host or for data (docs/design/predictions.md)"
 )
 CPU_SECONDS = "seconds are estimates by the rates measured here: they rank plans"
 NO_FIGURE = "not in any figure: fragmentation of the allocator"

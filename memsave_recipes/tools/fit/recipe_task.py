@@ -20,7 +20,7 @@ def read_task(recipe: Path, args: Sequence[str]) -> Task:
     """
     task: Callable[[list[str]], Task] | None = getattr(_load(recipe), "task", None)
     if task is None:
-        raise InputError(f"{recipe} has no function task(args): docs/planner.md has an example")
+        raise InputError(f"{recipe} has no function task(args): docs/recipes.md has an example")
     named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)
     if "transformers" in sys.modules:  # which shows a bar for weights that it does not read either
         sys.modules["transformers"].utils.logging.disable_progress_bar()

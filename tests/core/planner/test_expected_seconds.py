@@ -45,7 +45,7 @@ def test_a_measured_step_is_expected_as_the_page_says(flags, card, bound_ms, exp
     assert 1000 * candidate.step_s == pytest.approx(expected_ms, abs=0.5)
     assert 1000 * speed.bound_s == pytest.approx(bound_ms, abs=0.5)
     assert candidate.step_s == pytest.approx(measured_ms / 1000, rel=most_off)
-    page = " ".join((RECIPES.parent / "docs/planner.md").read_text(encoding="utf-8").split())
+    page = " ".join((RECIPES.parent / "docs/design/predictions.md").read_text(encoding="utf-8").split())
     assert f"| {bound_ms} ms | {expected_ms} ms | {measured_ms} ms |" in page
 
 

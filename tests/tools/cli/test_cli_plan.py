@@ -500,7 +500,7 @@ def test_the_line_runs_when_it_is_pasted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_recipe_of_the_documentation_is_planned_and_measured(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "planner.md").read_text()
+    page = (ROOT / "docs" / "recipes.md").read_text()
     recipe = tmp_path / "mine.py"
     recipe.write_text(page.split("```python\n")[1].split("```")[0])
     found = planned(["frontier", str(recipe), "--micro_batch_size", "64", "--target", "cpu", "--measure"], tmp_path)
