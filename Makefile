@@ -65,7 +65,7 @@ test-cpus: install  ## predictions and equality with the instructions of other p
 	$(PYTEST) -m slow tests/test_kinds_of_cpu.py
 
 # timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
-test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/results/models.md (an hour)
+test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/results/zoo.md (an hour)
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; \
 		HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.heads || status=1; \
 		PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status

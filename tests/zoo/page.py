@@ -1,4 +1,4 @@
-"""docs/results/models.md from the rows of the zoo and of heads: ``PYTHONPATH=tests python -m zoo.page``."""
+"""docs/results/zoo.md from the rows of the zoo and of heads: ``PYTHONPATH=tests python -m zoo.page``."""
 
 import json
 from collections import Counter
@@ -8,7 +8,7 @@ from zoo.heads import LOST, rows_so_far
 from zoo.matrix import RESULTS, Row, is_right
 from zoo.steps import IDENTICAL, NO_EFFECT, STRATEGIES
 
-PAGE = Path("docs/results/models.md")
+PAGE = Path("docs/results/zoo.md")
 REASONS = {
     "no blocks": "has no blocks for it",
     "in place": "writes in place",

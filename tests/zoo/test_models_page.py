@@ -1,4 +1,4 @@
-"""docs/results/models.md says what the rows of the zoo say, and no row is a mistake; how rows are made."""
+"""docs/results/zoo.md says what the rows of the zoo say, and no row is a mistake; how rows are made."""
 
 import json
 import os
