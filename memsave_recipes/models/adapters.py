@@ -23,7 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from memsave_recipes.core.errors import RULES, InputError, Rules, check_file, check_ranges, option, packages_of
+from memsave_recipes.core.errors import InputError, check_file, packages_of
+from memsave_recipes.core.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.core.text import first_line, first_of
 from memsave_recipes.models.slices import new_weights, take_whole
 
@@ -115,7 +116,10 @@ def _read_entries(path: str) -> dict[str, Any]:
     check_file("--lora_config", path)
     try:
         with open(path, encoding="utf-8") as file:
-            entries = yaml.safe_load(file.read(MAX_LETTERS))  # which reads JSON, too
+            text = file.read(MAX_LETTERS + 1)
+        if len(text) > MAX_LETTERS:
+            raise ValueError(f"it has more than {MAX_LETTERS:,} characters")
+        entries = yaml.safe_load(text)  # which reads JSON, too
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{flag} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(entries, dict):

@@ -34,7 +34,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.core.costs.memory import is_out_of_memory
-from memsave_recipes.core.errors import InputError, option
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, printable, read_json, sanitized
 from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.fused_ops import FusedOps, fuse_operators

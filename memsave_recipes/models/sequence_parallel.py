@@ -17,7 +17,8 @@ from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
-from memsave_recipes.core.errors import InputError, check_ranges, option
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.models.packed_attention import (
     OTHER_LOGITS,

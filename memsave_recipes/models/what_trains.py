@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memsave_recipes.core.errors import InputError, option
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import option
 from memsave_recipes.models.adapters import LoraArguments, add_lora, outside_the_backbone
 from memsave_recipes.models.slices import new_weights
 

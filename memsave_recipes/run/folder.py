@@ -20,7 +20,8 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from memsave_recipes.core.errors import InputError, rules_of
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import rules_of
 from memsave_recipes.core.sharding import gathered, is_sharded
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import printable

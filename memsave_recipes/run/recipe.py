@@ -1,7 +1,8 @@
 """The names that all recipes need, from one module: flags, the run, global batches, optimizer, and its end."""
 
 from memsave_recipes.core.activations import apply_plan
-from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.flags import option
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, seed_for
 from memsave_recipes.run.failures import run_recipe

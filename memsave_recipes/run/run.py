@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.core.activations import PlanHandle
-from memsave_recipes.core.errors import InputError, rules_of
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import rules_of
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE

@@ -3,7 +3,7 @@
 import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from math import isfinite, isnan
@@ -124,10 +124,6 @@ class TrainingRun:
         if self._average is not None:
             self._average.apply()
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Stop the run's clock inside."""
-        return self._report.clock.paused(synchronize=True)
-
     def break_off(self, error: BaseException) -> None:
         """Leave the step in which an error has ended the run.
 
@@ -137,7 +133,7 @@ class TrainingRun:
         self._measured.__exit__(type(error), error, error.__traceback__)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
-        """Clip the global batch's gradient (0: not) and see that no NaN reaches a weight.
+        """Clip the global batch's gradient (0: not). In the first step, check first that all weights have one.
 
         Returns:
             Its norm, or ``None`` where the backward has used it up.

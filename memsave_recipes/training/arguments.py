@@ -8,7 +8,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from memsave_recipes.core.errors import PARAMETERS, InputError, check_ranges, option, require
+from memsave_recipes.core.errors import PARAMETERS, InputError, require
+from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.sharding.groups import FULL, NONE
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, OptimizerSettings
@@ -35,7 +36,7 @@ FLOORS = {"min_lr_rate": "share", "min_lr_ratio": "share", "min_lr": "rate", "lr
 """Arguments of schedules that are the lowest rate, or its share of ``--learning_rate``."""
 BUDGET_FLAG = "--memory_budget_gib"
 NAMED_ALIKE = (
-    *("shard", "reduce_gradients", "sequence_parallel", "global_batch_size", "micro_batch_size", "drop_last", "dtype"),
+    *("shard", "reduce_gradients", "sequence_parallel", "global_batch_size", "micro_batch_size", "dtype"),
     *("offload_optimizer", "stream_weights", "optimizer", "max_grad_norm", "batchnorm", "target"),
 )
 PARAMETERS.update({name: f"--{name}" for name in NAMED_ALIKE})

@@ -12,7 +12,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.core.errors import RULES, InputError, Rules, check_ranges, option, packages_of, require
+from memsave_recipes.core.errors import InputError, packages_of, require
+from memsave_recipes.core.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder

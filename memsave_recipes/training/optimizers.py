@@ -7,7 +7,7 @@ norm, accumulation, the average over ranks, loss scaling.
 
 NOTE [ not finite ]
 A step whose loss or gradient is not finite stops the run, and nothing that it has changed is saved.
-1. A loss that is NaN or infinite makes the gradient NaN (``GlobalBatch.backward``), DDP's all-reduce carries that to
+1. A loss that is NaN or infinite makes the gradient NaN (``GlobalBatch.share_of``), DDP's all-reduce carries that to
    all ranks, and the norm that clipping computes anyway is NaN on each of them. So one number says it all, and no rank
    has to ask another one.
 2. The host does not look at the norm before the optimizer steps: it would have to wait for the device in each step, and

@@ -16,7 +16,8 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from memsave_recipes.core.errors import RULES, InputError, check_file, check_words, rules_of
+from memsave_recipes.core.errors import InputError, check_file, check_words
+from memsave_recipes.core.flags import RULES, rules_of
 from memsave_recipes.training.arguments import MAX_INT
 
 YAML = "tag:yaml.org,2002:"

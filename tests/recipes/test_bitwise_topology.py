@@ -11,7 +11,8 @@ import pytest
 from lives import FLAGS, OF_TEXT, TINY_VIT, assert_the_same_bits, assert_the_same_weights, share_of, with_context
 from samples import sample
 
-from memsave_recipes.core.errors import InputError, rules_of
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import rules_of
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import RecipeArguments

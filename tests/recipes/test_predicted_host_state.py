@@ -22,7 +22,7 @@ ON_HOST = ["--offload_optimizer", "state", "--max_steps", "3"]
 STEP = ["--offload_optimizer", "step", "--max_steps", "3"]
 FEW_LEAVE = "step, few gradients on their way"
 WAYS = {"state": ON_HOST, "step": STEP, FEW_LEAVE: STEP, "streamed": [*STEP, "--stream_weights", "host"]}
-WIDE = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128"]
+WIDE = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128,vocab_size=512"]
 MODELS = {
     "gpt2": ["language_modeling", *TEXT, *WIDE],
     "llama": ["language_modeling", *TEXT, *scratch("llama")],

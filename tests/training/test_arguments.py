@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from memsave_recipes.core.errors import InputError, Rules, rules_of
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import Rules, rules_of
 from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RecipeArguments, RunArguments
 from memsave_recipes.training.parsing import parse_arguments, underscored
 

@@ -31,7 +31,8 @@ import numpy as np
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.core.errors import InputError, check_file, option
+from memsave_recipes.core.errors import InputError, check_file
+from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import join_names
 from memsave_recipes.data.fingerprint import digest_of
 from memsave_recipes.data.sources import LONG_BYTES, progress_bars

@@ -25,7 +25,8 @@ import datasets
 import numpy as np
 from datasets import Features, Value
 
-from memsave_recipes.core.errors import InputError, is_text, option
+from memsave_recipes.core.errors import InputError, is_text
+from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, join_names
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from memsave_recipes.core.errors import check_ranges, option
+from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.data.text.labelled_text import LabelledText, LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
     TokenizedSplits,

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, join_names, read_json
 from memsave_recipes.data import MAX_NAMED, in_classes_of_model
 from memsave_recipes.data.fingerprint import digest_of

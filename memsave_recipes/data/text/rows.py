@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.core.errors import InputError, option, require
+from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.flags import option
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.text.chat_template import (
     CHATML_TOKENS,

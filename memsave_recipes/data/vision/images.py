@@ -11,7 +11,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from memsave_recipes.core.errors import InputError, option, packages_of, require
+from memsave_recipes.core.errors import InputError, packages_of, require
+from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, join_names, printable
 from memsave_recipes.data import in_classes_of_model
 from memsave_recipes.data.fingerprint import Fingerprint

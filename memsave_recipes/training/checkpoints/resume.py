@@ -14,7 +14,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from memsave_recipes.core.errors import InputError, Rules, rules_of
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.flags import Rules, rules_of
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH

@@ -191,7 +191,7 @@ def _check_enough_devices(started: int, started_here: int) -> None:
 
 
 def _check_kind_of_device() -> None:
-    """Refuse Apple's GPUs with a torch that counts no peaks there, and whose fused steps ignore ``found_inf``."""
+    """Refuse Apple's GPUs with a torch that counts no peaks there."""
     device = torch.accelerator.current_accelerator()
     if device is not None and device.type == "mps" and torch.__version__ < "2.13":
         raise InputError(
