@@ -27,13 +27,10 @@ def ours(work: Work, extent: Extent, peaks: Sequence[int]) -> Iterator[Method]:
         peaks: bytes of a forward and backward above what is resident.
     """
     loss: LossKind = "chunked" if work.is_language_model else "full"
-    measured = _measure(work, loss, bitwise=not (work.is_language_model and extent.ratios))
-    plans = [(BUDGET, _plans(measured, extent.num_budgets, peaks))]
-    if work.is_language_model and extent.ratios:
-        bitwise = replace(
-            measured, traces=[trace for trace in measured.traces if trace[0].compiled_memory_ratio is None]
-        )
-        plans.append((BITWISE, _plans(bitwise, extent.num_budgets, ())))
+    compiles = work.is_language_model and bool(extent.ratios)
+    plans = [(BUDGET, _plans(_measure(work, loss, compiled=compiles), extent.num_budgets, peaks))]
+    if compiles:
+        plans.append((BITWISE, _plans(_measure(work, loss, compiled=False), extent.num_budgets, ())))
     for name, found in plans:
         for plan, budget_bytes in found.items():
             yield Method(
@@ -41,13 +38,13 @@ def ours(work: Work, extent: Extent, peaks: Sequence[int]) -> Iterator[Method]:
                 name=f"{name} {format_bytes(budget_bytes)}",
                 build=partial(applied, work, plan, loss),
                 loss=loss,
-                is_compiled=plan.compiled_memory_ratio is not None,
+                is_compiled=plan.compiled,
                 budget_bytes=budget_bytes,
                 plan=plan,
             )
 
 
-def _measure(work: Work, loss: LossKind, *, bitwise: bool) -> Measurement:
+def _measure(work: Work, loss: LossKind, *, compiled: bool) -> Measurement:
     model = work.copy(loss)
     workload = Workload(
         model=model,
@@ -56,8 +53,8 @@ def _measure(work: Work, loss: LossKind, *, bitwise: bool) -> Measurement:
         device=work.device,
         stacks=block_names(find_stacks(model)),
     )
-    strategy = "budget:bitwise" if bitwise else "budget"
-    return measure(workload, plans_to_measure(strategy, workload, device_type=workload.device.type))
+    strategy, device_type = "budget" if compiled else "budget:bitwise", workload.device.type
+    return measure(workload, plans_to_measure(strategy, workload, device_type=device_type, compiled=compiled))
 
 
 def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> dict[Plan, int]:
@@ -78,9 +75,8 @@ def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> 
 
 
 def _chains(measurement: Measurement) -> list[Chain]:
-    """The costs with each ratio that was measured, and those of spans that recompute at two levels."""
-    ratios = {plan.compiled_memory_ratio for plan, _ in measurement.traces}
-    return [*(measurement.chain(ratio=ratio) for ratio in ratios), replace(measurement.chain(), nested=True)]
+    """The costs, of compiled blocks also where they save a part, and those of spans that recompute at two levels."""
+    return [measurement.chain(saves_part=True), replace(measurement.chain(), nested=True)]
 
 
 def _reserve(chain: Chain) -> int:

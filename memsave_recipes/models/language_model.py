@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.flags import RULES, Rules
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
+from memsave_recipes.core.step.settings import REGIONS
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
@@ -99,10 +100,10 @@ def attend(model: PreTrainedModel, args: Any, group: SequenceGroup | None = None
 
 
 def _compiles(model: PreTrainedModel, args: Any) -> bool:
-    """Tell whether the plan that is named compiles layers."""
-    if args.solves:
-        return False
-    return plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio is not None
+    """Tell whether layers compile by the flags, or by the plan that they name."""
+    if args.compile == REGIONS or args.solves:
+        return bool(args.compile == REGIONS)
+    return plan_blocks(model, str(args.activation_checkpointing)).compiles
 
 
 def _stop_at(model: PreTrainedModel, token: int | None) -> None:

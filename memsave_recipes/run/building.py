@@ -22,7 +22,7 @@ from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.sharding.shards import reduce_once_a_step
 from memsave_recipes.core.sharding.units import joint_blocks
 from memsave_recipes.core.step.batch_layout import Batch
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, REGIONS
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.joined import JoinedRun
@@ -30,7 +30,6 @@ from memsave_recipes.run.run_plan import RunPlan, choose_by_estimates, host_budg
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.tools.fit.advice import reduction_line
-from memsave_recipes.training.arguments import REGIONS
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.start import (
@@ -40,6 +39,8 @@ from memsave_recipes.training.launch.start import (
     unused_weights,
 )
 from memsave_recipes.training.optimizers import describe_lost_updates, describe_state_in_shards, describe_warm_up
+
+COMPILED = "regions; compiled layers round otherwise than eager ones, which --compile none keeps"
 
 
 class Built:
@@ -117,11 +118,13 @@ class Built:
         run = self.run
         if run.args.compile != AUTO:
             return task
-        accelerator, has_whole_rows = run.accelerator, self.batches.layout.sequence_parallel == 1
-        may_compile = accelerator.device.type == "cuda" and has_whole_rows
-        compiles = on_main_process(accelerator, lambda: may_compile and can_compile(self.bare))
+        accelerator, on_cuda = run.accelerator, run.accelerator.device.type == "cuda"
+        is_estimated = run.args.searches and (run.args.in_shards or self.batches.layout.sequence_parallel > 1)
+        compiles = on_main_process(accelerator, lambda: on_cuda and not is_estimated and can_compile(self.bare))
         run.args = replace(run.args, compile=REGIONS if compiles else NONE)
-        accelerator.print(f"--compile auto: {REGIONS if compiles else NONE}")
+        run.flags["compile"] = run.args.compile
+        if on_cuda:
+            accelerator.print(f"--compile auto: {COMPILED if compiles else NONE}")
         return replace(task, run=run.args)
 
     def _shard(self, groups: ShardGroups) -> None:

@@ -186,7 +186,7 @@ class MemoryWatch:
 
     def end_step(self, step: int) -> None:
         """Forget the peak of a step that compiles."""
-        compiles = self.planned.plan.compiled_memory_ratio is not None
+        compiles = self.planned.plan.compiles
         if compiles and step < self.instrumented_step and not self.on_cpu:
             torch.accelerator.reset_peak_memory_stats(self.accelerator.device)
 

@@ -112,6 +112,8 @@ def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> Run
         line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host_budget_bytes))
         accelerator.print(line)
     plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
+    if task.run.compiles_on(accelerator.device.type):
+        plan = plan.on_compiled_layers()
     size = task.run.micro_batch_of_blocks(step.batches.layout)
     plan = plan if size is None else plan.in_micro_batches(size)
     return RunPlan(plan, None, on_host, task.run.reduce_gradients == PER_STEP)
@@ -329,11 +331,9 @@ class _Measured(_Planning):
         return self.chosen(self._search(layouts, self._space))
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
-        """Keep more memory free under a plan that compiles (NOTE [ trial step ] 4); else shrink the micro-batches."""
-        compiles = (
-            self.task.run.activation_checkpointing == "budget" and trial.candidate.forecast.plan.compiled_memory_ratio
-        )
-        if not compiles or not trial.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
+        """Keep more memory free where compiled blocks save a part, by NOTE [ trial step ] 4; else shrink batches."""
+        saves_part = self.task.run.activation_checkpointing == "budget" and trial.candidate.forecast.plan.ratios
+        if not saves_part or not trial.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
             return self.choose([self._smaller_layout(trial)])
         self.accelerator.print(f"{trial.problem}: measuring the layers compiled with a ratio of {ratios[-1]:g}")
         space = replace(self._space, compiled_ratios=ratios, missed_bytes=trial.missed_bytes)
@@ -354,7 +354,8 @@ class _Measured(_Planning):
         )
         ranks = self.accelerator.num_processes
         model, optim = self.step.model, self.task.optim
-        return search_space(run, optim, model, room, num_processes=ranks, device_type=device.type)
+        compiled = run.compiles_on(device.type)
+        return search_space(run, optim, model, room, num_processes=ranks, device_type=device.type, compiled=compiled)
 
     def _search(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:
         with ProgressBar(shown=self.accelerator.is_main_process, desc="measuring blocks", unit="run") as progress:

@@ -69,6 +69,7 @@ class StepOnDevice:
                 plans_to_measure,
                 space.strategy,
                 device_type=device.type,
+                compiled=space.compiled,
                 ratios=space.compiled_ratios,
                 micro_batch_size=space.micro_batch_size,
             ),

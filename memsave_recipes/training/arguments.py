@@ -4,15 +4,16 @@ import os
 from dataclasses import MISSING, dataclass, field
 from inspect import signature
 from math import isfinite
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
 from memsave_recipes.core.errors import PARAMETERS, InputError, require
 from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.core.plans import BUDGET_WORDS
+from memsave_recipes.core.plans.plan import TILED_STRATEGIES
 from memsave_recipes.core.sharding.groups import FULL, NONE
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, OptimizerSettings
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, REGIONS, OptimizerSettings
 from memsave_recipes.core.text import read_json
 from memsave_recipes.training.exact.settings import ExactSettings
 
@@ -45,13 +46,12 @@ MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
 """Other values of ``--verify``, which YAML users write for ``stop`` and ``off``."""
-REGIONS: Final = "regions"
 COMPILE_WORDS = dict.fromkeys(("true", "yes", "on"), REGIONS) | dict.fromkeys(("false", "no", "off"), NONE)
 """Other values of ``--compile``, as YAML users write them."""
 BEST_WORDS = dict.fromkeys(("true", "yes", "on"), "loss") | dict.fromkeys(("false", "no", "off"))
 """Other values of ``--save_best``, as YAML users write them."""
-COMPILED_AS = {"none": "compiled:1", "selective": "compiled", "full": "compiled:0"}
-"""The strategies that compile layers, by those that save about as much."""
+EAGER_STRATEGIES = ("bottleneck", *TILED_STRATEGIES)
+"""Those for layers that do not compile."""
 POLYNOMIAL_END = 1e-7  # of transformers
 RATES = "[0, 1e30]"
 """Of learning rate, weight decay and clipping norm; not far above it float32 overflows."""
@@ -156,10 +156,12 @@ class RunArguments(TrackerArguments, ExactSettings):
         resume="free",
     )
     compile: str = option(
-        NONE,
-        "compile each repeated layer (rounds otherwise): regions (also --compile alone), none, or auto, "
-        "which is regions on a GPU with Triton, unless a flag asks for equal bits",
-        resume="free",
+        AUTO,
+        "compile each repeated layer, under any plan (rounds otherwise): regions (also --compile alone), none, or "
+        "auto, which is regions on a GPU with Triton, unless a flag asks for equal bits",
+        resume="chosen",
+        rounds="compiled layers round otherwise",
+        before=NONE,
         nargs="?",
         const=REGIONS,
     )
@@ -234,26 +236,22 @@ class RunArguments(TrackerArguments, ExactSettings):
             self.micro_batch_size = int(str(size))
 
     def _check_compile(self) -> None:
-        """``--compile regions`` is another word for a strategy; ``auto`` may become that where bits may differ."""
+        """``auto`` is ``none`` where a flag asks for bits that compiled layers do not keep, or a strategy is eager."""
         word = COMPILE_WORDS.get(self.compile.lower(), self.compile)
         require(word in (NONE, REGIONS, AUTO), "--compile", self.compile, "regions, none or auto")
-        strategy, self.compile = str(self.activation_checkpointing), NONE
-        compiles = strategy in {*COMPILED_AS, "budget"} or strategy.startswith("compiled")
+        strategy = str(self.activation_checkpointing)
         refusing = {
             "--bitwise_topology": self.bitwise_topology,
             "--batchnorm global": self.batchnorm == "global",
             "--eval_only": self.eval_only,
-            f"--activation_checkpointing {strategy}": not compiles,
+            f"--activation_checkpointing {strategy}": strategy.partition(":")[0] in EAGER_STRATEGIES,
         }
         refused = next((flag for flag, holds in refusing.items() if holds), None)
-        if word == REGIONS:
-            if refused is not None:
-                raise InputError(f"--compile {REGIONS} does not go with {refused}: leave one of them out")
-            self.activation_checkpointing = COMPILED_AS.get(strategy, strategy)
-        is_estimated = self.in_shards and self.searches
-        may_round = self.verify == "off" and not self.full_determinism and not is_estimated
-        if word == AUTO and refused is None and may_round and strategy in COMPILED_AS:
-            self.compile = AUTO
+        if word == REGIONS and refused is not None:
+            raise InputError(f"--compile {REGIONS} does not go with {refused}: leave one of them out")
+        if word == AUTO and (refused is not None or self.full_determinism):
+            word = NONE
+        self.compile = word
 
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""

@@ -175,7 +175,7 @@ def test_a_budget_is_searched_by_estimates(train, run, tmp_path, more):
 @pytest.mark.slow
 def test_compiled_layers_have_the_curve_of_one_rank(run):
     one, two = run(1, *of("llama")), run(2, *of("llama"), *SHARED, "--compile", "--activation_checkpointing", "full")
-    assert json.loads((two / "results.json").read_text())["plan"] == "compiled:0"
+    assert json.loads((two / "plan.json").read_text())["compiled"]
     assert curve(two) == pytest.approx(curve(one), rel=1e-6)
 
 

@@ -47,9 +47,7 @@ def parse(*args):
         ["--compile", "--eval_only"],
         ["--compile", "--bitwise_topology", "--micro_batch_size", "2"],
         ["--compile", "--batchnorm", "global"],
-        ["--compile", "--activation_checkpointing", "segments:2"],
-        ["--compile", "--activation_checkpointing", "plan.json"],
-        ["--compile", "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"],
+        ["--compile", "--activation_checkpointing", "full_tiled"],
         ["--torch_compile"],
         ["--save_every", "-1"],
         ["--save_every", "1.5min"],
@@ -81,20 +79,18 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("flags", "strategy"),
+    ("flags", "compile"),
     [
-        ([], "compiled:1"),
-        (["yes", "--activation_checkpointing", "full"], "compiled:0"),
-        (["regions", "--activation_checkpointing", "full"], "compiled:0"),
-        (["--activation_checkpointing", "selective"], "compiled"),
-        (["--activation_checkpointing", "compiled:0.5"], "compiled:0.5"),
-        (["--activation_checkpointing", "budget", "--memory_budget_gib", "1"], "budget"),
-        (["no", "--activation_checkpointing", "full"], "full"),
+        ([], "regions"),
+        (["yes", "--activation_checkpointing", "full"], "regions"),
+        (["regions", "--activation_checkpointing", "segments:2"], "regions"),
+        (["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"], "regions"),
+        (["no", "--activation_checkpointing", "full"], "none"),
     ],
 )
-def test_compile_is_another_word_for_a_strategy(flags, strategy):
+def test_any_strategy_may_compile(flags, compile):
     run, *_ = parse("--compile", *flags)
-    assert (run.activation_checkpointing, run.compile) == (strategy, "none")
+    assert run.compile == compile
     assert replace(run) == run
 
 
@@ -102,18 +98,17 @@ def test_compile_is_another_word_for_a_strategy(flags, strategy):
     ("flags", "left"),
     [
         ([], "auto"),
-        (["--activation_checkpointing", "full"], "auto"),
-        (["--activation_checkpointing", "every:2"], "none"),
-        (["--activation_checkpointing", "budget", "--memory_budget_gib", "1"], "none"),
+        (["--activation_checkpointing", "every:2"], "auto"),
+        (["--activation_checkpointing", "budget", "--memory_budget_gib", "1"], "auto"),
+        (["--verify"], "auto"),
+        (["--activation_checkpointing", "full_tiled"], "none"),
         (["--bitwise_topology", "--micro_batch_size", "2"], "none"),
-        (["--verify"], "none"),
         (["--full_determinism"], "none"),
         (["--eval_only"], "none"),
-        (["--shard", "full", "--micro_batch_size", "auto", "--memory_budget_gib", "1"], "none"),
     ],
 )
 def test_compile_auto_waits_for_the_model_unless_bits_are_promised(flags, left):
-    assert parse("--compile", "auto", *flags)[0].compile == left
+    assert parse(*flags)[0].compile == left
 
 
 def help_of(capsys):

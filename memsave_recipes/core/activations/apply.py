@@ -25,7 +25,7 @@ from memsave_recipes.core.activations.blocks import (
     find_stacks,
     named_stack,
 )
-from memsave_recipes.core.activations.compiled import CompiledLayer, Region, check_compiler
+from memsave_recipes.core.activations.compiled import ALL, CompiledLayer, Region, check_compiler
 from memsave_recipes.core.activations.micro_batches import joined_batchnorm
 from memsave_recipes.core.activations.planned_forward import PlannedForward
 from memsave_recipes.core.activations.recompute import BlockRuns, Modules, modules_that_share
@@ -92,8 +92,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
     stacks = _stacks_of(model, plan)
     blocks = [block for stack in stacks for block in stack.blocks]
     handle = PlanHandle(plan, blocks, runs=BlockRuns(_sharing(model, stacks)), options=options)
-    if plan.compiled_memory_ratio is not None:
-        _compile_layers(model, stacks, handle, plan.compiled_memory_ratio)
+    if plan.compiles:
+        _compile_layers(model, stacks, handle)
     if plan.mlp_tile_tokens is not None:
         _tile_norms_around(model, plan, handle)
     first = 0
@@ -207,10 +207,14 @@ def _sharing(model: nn.Module, stacks: list[Stack]) -> frozenset[nn.Module]:
     return modules_that_share(model, [[block.modules for block in stack.blocks] for stack in stacks])
 
 
-def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, ratio: float) -> None:
-    """Compile the forwards of the layers under ``COMPILE``; the wrappers around them then keep everything."""
-    names = handle.plan.blocks_under(Action.COMPILE)
-    if any(block.name in names for stack in stacks if isinstance(stack, SequentialStack) for block in stack.blocks):
+def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle) -> None:
+    """Compile the forwards of layers; what the plan does with a layer is then around that."""
+    plan = handle.plan
+    of_blocks = {name: span for span in plan.spans for name in plan.blocks[span.start : span.stop]}
+    spans = {name: span for name, span in of_blocks.items() if plan.compiled or span.action is Action.COMPILE}
+    if eager := [span.action.kind.label for span in spans.values() if span.action.kind.is_eager]:
+        raise InputError(f"strategy {plan.strategy}: compiled layers cannot {eager[0]}")
+    if any(block.name in spans for stack in stacks if isinstance(stack, SequentialStack) for block in stack.blocks):
         raise InputError(
             f"strategy {handle.plan.strategy}: {type(model).__name__} has no layer that repeats, and "
             "only such layers are compiled; use budget, selective or segments:K"
@@ -220,11 +224,12 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
             f"strategy {handle.plan.strategy}: layers whose frozen weights are streamed cannot be compiled"
         )
     check_compiler(model)
-    region = Region(ratio)
+    regions = {ratio: Region(ratio) for ratio in {ALL, *plan.ratios}}
     for layer in (block for stack in stacks if isinstance(stack, CalledLayers) for block in stack.blocks):
-        if layer.name in names:
-            method = getattr(layer.module, layer.method)
-            handle.replace(layer.module, layer.method, CompiledLayer(method, layer.module, region))
+        if span := spans.get(layer.name):
+            method, region = getattr(layer.module, layer.method), regions[ALL if span.ratio is None else span.ratio]
+            runs_again = span.action.kind.runs_twice
+            handle.replace(layer.module, layer.method, CompiledLayer(method, layer.module, region, runs_again))
     for module in model.modules():
         if "compiles_loss" in vars(module):  # CausalLMLoss put it there
             handle.replace(module, "compiles_loss", True)
@@ -278,7 +283,7 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
         action = Action.KEEP
     elif action.kind.is_tiled:
         _tile_mlps([layer.module for layer in layers], handle)
-    elif action is Action.RECOMPUTE_NESTED:
+    elif action is Action.RECOMPUTE_NESTED and not handle.plan.compiled:
         _nest_parts([layer.module for layer in layers], handle)
     span = JointLayers(Modules(layer.module for layer in layers))
     for position, layer in enumerate(layers):

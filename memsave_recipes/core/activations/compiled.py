@@ -4,7 +4,7 @@ Regional compilation (https://docs.pytorch.org/tutorials/recipes/regional_compil
 model takes a minute. Inside the compiled layer torch's partitioner chooses tensors to save and to recompute so that
 a given part of the bytes is enough (``torch._functorch.config.activation_memory_budget``: 1 is the fastest
 backward, 0 saves the layer's inputs only). Fused kernels round at other places than the eager layer, so gradients are
-equal within rounding, not bit for bit.
+equal within rounding, not bit for bit. A second run of a compiled layer has the bits of its first.
 
 Notes: ``docs/design/activations.md``.
 """
@@ -44,6 +44,10 @@ NEVER_COMPILED = "memsave_never_compiled"
 """An attribute of models whose layers no plan compiles; whoever builds the model sets it."""
 WAYS_OUT = "use selective, full or every:K"
 _numbers = count()
+
+
+ALL = 1.0
+"""The ratio of the fastest backward."""
 
 
 class Region:
@@ -96,11 +100,16 @@ def _refuse_cache(name: str, *args: Any, **kwargs: Any) -> int:
 
 @dataclass
 class CompiledLayer(PlannedForward):
-    """A layer's forward, compiled where gradients are wanted; evaluation and generation run the eager one."""
+    """A layer's forward, compiled where gradients are wanted; evaluation and generation run the eager one.
+
+    Args:
+        runs_again: whether it runs in the forward of an action that runs it a second time, and looks at its effects.
+    """
 
     method: Callable[..., Any]
     module: nn.Module
     region: Region
+    runs_again: bool = False
 
     def planned(self, *args: Any, **kwargs: Any) -> Any:
         """The output of ``method``.
@@ -115,7 +124,9 @@ class CompiledLayer(PlannedForward):
         args = tuple(None if is_cache(arg) else arg for arg in args)
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         if is_in_torch_dispatch_mode(include_infra_modes=False):
-            return self.recomputed(*args, **kwargs)
+            return (self.method if self.runs_again else self.recomputed)(*args, **kwargs)
+        if self.runs_again:
+            return self.region.run(self.method, *args, **kwargs)
         first_run, _ = self.recomputed.effects.around(partial(self.region.run, self.method, **kwargs))
         return first_run(*args)
 

@@ -37,7 +37,7 @@ from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter, Pa
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan, Span
 from memsave_recipes.core.plans.chain import Chain, allocated_bytes
-from memsave_recipes.core.plans.plan import as_they_run
+from memsave_recipes.core.plans.plan import AS_IT_IS, Way, as_they_run
 
 AGREE, MOST_ROUNDS, MOST_S = 0.01, 4, 10.0
 """Of NOTE [ rounds ]."""
@@ -104,28 +104,28 @@ class Measurement:
         """The names of the blocks that ran."""
         return self.traces[0][1].running
 
-    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = (), tiles: bool = False) -> Chain:
+    def chain(self, *, offload: Collection[Action] = (), tiles: bool = False, saves_part: bool = False) -> Chain:
         """Make the chain of the model's blocks, with an option for each action that was measured.
 
         Args:
-            ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
             offload: the actions to the host that blocks may take; with any, ``resident_bytes`` includes the most that
                 one of them moves twice.
             tiles: whether MLPs may run in tiles.
+            saves_part: whether compiled blocks may save a part.
         """
         traces = {
-            action_of(plan): trace
+            way_of(plan): trace
             for plan, trace in self.traces
-            if plan.compiled_memory_ratio in (None, ratio)
-            and not set(plan.offloads) - set(offload)
+            if not set(plan.offloads) - set(offload)
             and (tiles or plan.mlp_tile_tokens is None)
+            and (saves_part or not plan.ratios)
         }
         chain = chain_of(
             traces,
             stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
             resident_bytes=self.workload.resident_bytes,
             on_cpu=self.workload.device.type == "cpu",
-            compiled_memory_ratio=ratio,
+            compiled=self.traces[0][0].compiled,
             kinds=self.kinds,
         )
         sizes = (plan.micro_batch_size for plan, _ in self.traces if plan.micro_batch_size is not None)
@@ -143,12 +143,10 @@ class Measurement:
         Raises:
             InputError: the model could not run under one of them.
         """
-        measured = {action_of(one) for one, _ in self.traces}
-        if not all(span.action.kind.is_joint or span.action in measured for span in plan.spans):
+        measured = {way_of(one) for one, _ in self.traces}
+        if not all(span.action.kind.is_joint or span.way in measured for span in plan.spans):
             raise InputError(f"strategy {plan.strategy}: the blocks of this model cannot run under it; use full")
-        return self.chain(
-            ratio=plan.compiled_memory_ratio, offload=plan.offloads, tiles=plan.mlp_tile_tokens is not None
-        )
+        return self.chain(offload=plan.offloads, tiles=plan.mlp_tile_tokens is not None, saves_part=bool(plan.ratios))
 
 
 def num_runs(plans: Sequence[Plan]) -> int:
@@ -299,12 +297,12 @@ def _fits_host(plan: Plan, traces: dict["_Run", StepTrace], host_budget_bytes: i
     """Return whether the host has memory for all that ``plan`` moves, by the trace of the baseline, the first plan."""
     if host_budget_bytes is None or not plan.offloads:
         return True
-    return most_offloaded_bytes(next(iter(traces.values())), action_of(plan)) <= host_budget_bytes
+    return most_offloaded_bytes(next(iter(traces.values())), way_of(plan)[0]) <= host_budget_bytes
 
 
-def action_of(plan: Plan) -> Action:
-    """Return the action that all blocks of ``plan`` are under, or all but those that recompute."""
-    return next((span.action for span in plan.spans if span.action is not Action.RECOMPUTE), Action.KEEP)
+def way_of(plan: Plan) -> Way:
+    """Return the action that all blocks of ``plan`` are under, or all but those that recompute, with its ratio."""
+    return next((span.way for span in plan.spans if span.action is not Action.RECOMPUTE), AS_IT_IS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,9 +370,9 @@ class MeasuredInGroups(Measurement):
     groups: Sequence[frozenset[str]]
     of_groups: Sequence[Measurement]
 
-    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = (), tiles: bool = False) -> Chain:
+    def chain(self, **allowed: Any) -> Chain:
         """Take each block from its group, and the parts between blocks from the first one."""
-        chains = [measured.chain(ratio=ratio, offload=offload, tiles=tiles) for measured in self.of_groups]
+        chains = [measured.chain(**allowed) for measured in self.of_groups]
         group_of = {name: number for number, names in enumerate(self.groups) for name in names}
         columns = zip(*(chain.blocks for chain in chains), strict=True)
         return replace(
@@ -409,9 +407,11 @@ def measure_in_groups(
 
 def _of_group(plan: Plan, group: frozenset[str]) -> Plan:
     """Return ``plan`` for the blocks of a group; each of the others recomputes by itself."""
-    action = action_of(plan)
+    action, ratio = way_of(plan)
     spans = [
-        Span(start=start, stop=start + 1, action=action if name in group else Action.RECOMPUTE)
+        Span(start=start, stop=start + 1, action=action, ratio=ratio)
+        if name in group
+        else Span(start=start, stop=start + 1, action=Action.RECOMPUTE)
         for start, name in enumerate(plan.blocks)
     ]
     return replace(plan, spans=tuple(spans))

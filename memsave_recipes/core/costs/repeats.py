@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memsave_recipes.core.activations.arguments import split_call
 from memsave_recipes.core.activations.micro_batches import tensors_in
-from memsave_recipes.core.costs.block_costs import Workload, action_of
+from memsave_recipes.core.costs.block_costs import Workload, way_of
 from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.step_trace import StepTrace
 from memsave_recipes.core.costs.trace_events import Ends, Part, Reading, Storages
@@ -74,11 +74,11 @@ class Repeats:
             ValueError: ``plan`` recomputes blocks and has no other action for them: ``full``, ``every:K``,
                 ``segments:K``. Costs of these follow from those of ``none``.
         """
-        action = action_of(plan)
+        action, ratio = way_of(plan)
         if plan.recomputed and action is Action.KEEP:
             raise ValueError(f"plan is {plan.strategy}, whose blocks recompute: take none, whose costs say the same")
         blocks = tuple(self.shorten(plan.blocks))
-        spans = tuple(Span(start=at, stop=at + 1, action=action) for at in range(len(blocks)))
+        spans = tuple(Span(start=at, stop=at + 1, action=action, ratio=ratio) for at in range(len(blocks)))
         return replace(plan, blocks=blocks, spans=spans)
 
 
@@ -93,7 +93,7 @@ def find_repeats(
     least = FIRST_IF_OFFLOADED if any(plan.offloads for plan in plans) else FIRST
     names = [name for stack in workload.stacks for name in stack]
     lists = [tuple(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
-    if any(plan.compiled_memory_ratio is not None for plan in plans):
+    if any(plan.compiles for plan in plans):
         return Repeats(())
     return Repeats(tuple(period for layers in lists if (of := kinds(layers)) for period in _periods(layers, of, least)))
 

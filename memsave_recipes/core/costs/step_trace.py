@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memsave_recipes.core.activations.offload import SMALLEST_BYTES
 from memsave_recipes.core.costs.trace_events import Ends, Part, Reading, Storages
 from memsave_recipes.core.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.core.plans.plan import Action
+from memsave_recipes.core.plans.plan import AS_IT_IS, Action, Way
 from memsave_recipes.core.plans.simulate import keep_all, timeline, with_pinning
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
@@ -74,47 +74,48 @@ def _standard_error(figure: Callable[[Sequence[int]], float], num_runs: int) -> 
 
 
 def chain_of(
-    traces: dict[Action, StepTrace],
+    traces: dict[Way, StepTrace],
     *,
     stack_of: dict[str, int],
     resident_bytes: int,
     on_cpu: bool,
-    compiled_memory_ratio: float | None,
+    compiled: bool,
     kinds: Mapping[str, Hashable],
 ) -> Chain:
     """Make the chain of a step that was traced under ``KEEP`` and under other actions.
 
     Args:
         stack_of: the number of the stack of every block.
+        compiled: whether the layers computed compiled.
         on_cpu: whether the state of the random number generator counts, which lives on the host.
         kinds: a value for each block, equal for those that are alike; of blocks without one only the bytes count.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
-    extra_args = _extra_args(traces[Action.KEEP].parts)
-    if offloaded := {action: trace for action, trace in traces.items() if action.kind.on_host}:
-        kept_parts = traces[Action.KEEP].parts
-        for action, trace in offloaded.items():
-            parts = list(_with_storages_left_on_device(action, trace.parts, kept_parts))
-            traces = {**traces, action: replace(trace, parts=parts)}
-        resident_bytes += 2 * max(_most_moved_bytes(action, kept_parts) for action in offloaded)
+    baseline = traces[AS_IT_IS]
+    extra_args = _extra_args(baseline.parts)
+    if offloaded := {way: trace for way, trace in traces.items() if way[0].kind.on_host}:
+        for way, trace in offloaded.items():
+            parts = list(_with_storages_left_on_device(way[0], trace.parts, baseline.parts))
+            traces = {**traces, way: replace(trace, parts=parts)}
+        resident_bytes += 2 * max(_most_moved_bytes(action, baseline.parts) for action, _ in offloaded)
     chains = {
-        action: _chain_under_one_action(
+        way: _chain_under_one_action(
             run,
             stack_of,
             kinds,
-            checkpoint_bytes=random_state_bytes if action.kind.runs_twice else 0,
-            extra_args_bytes=sum(extra_args.values()) if action.kind.runs_twice else 0,
+            checkpoint_bytes=random_state_bytes if way[0].kind.runs_twice else 0,
+            extra_args_bytes=sum(extra_args.values()) if way[0].kind.runs_twice else 0,
         )
-        for action, run in traces.items()
+        for way, run in traces.items()
     }
-    kept = chains.pop(Action.KEEP)
-    blocks = _without_extra_args(kept.blocks, traces[Action.KEEP].parts, extra_args)
-    for action, chain in chains.items():
+    kept = chains.pop(AS_IT_IS)
+    blocks = _without_extra_args(kept.blocks, baseline.parts, extra_args)
+    for way, chain in chains.items():
         by_name = {block.name: block for block in chain.blocks}
         for position in kept.decided:
             block = blocks[position]
-            option = _option(action, by_name[block.name], kept.blocks[position])
-            variables_bytes = max(0, traces[Action.KEEP].variables_bytes - traces[action].variables_bytes)
+            option = _option(way, by_name[block.name], kept.blocks[position])
+            variables_bytes = max(0, baseline.variables_bytes - traces[way].variables_bytes)
             option = replace(option, forward_transient_bytes=option.forward_transient_bytes + variables_bytes)
             blocks[position] = replace(block, options=(*block.options, option))
     return replace(
@@ -123,18 +124,19 @@ def chain_of(
         resident_bytes=resident_bytes,
         span_bytes=random_state_bytes,
         extra_args_bytes=sum(extra_args.values()),
-        compiled_memory_ratio=compiled_memory_ratio,
-        noise_s=traces[Action.KEEP].step.noise_s,
+        compiled=compiled,
+        noise_s=baseline.step.noise_s,
     )
 
 
-def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
-    """Return the option ``action`` of a block, measured with all blocks under it."""
+def _option(way: Way, block: BlockCosts, kept: BlockCosts) -> BlockOption:
+    """Return the option ``way`` of a block, measured with all blocks under it."""
+    action, ratio = way
     added_s = block.forward_s + block.backward_s - kept.forward_s - kept.backward_s
     if action is not Action.COMPILE:
         added_s = max(added_s, MIN_ADDED * kept.forward_s)
     noise_s = hypot(*(noise for one in (block, kept) for noise in (one.forward_noise_s, one.backward_noise_s)))
-    return replace(block.option(Action.KEEP), action=action, added_s=added_s, noise_s=noise_s)
+    return replace(block.option(Action.KEEP), action=action, ratio=ratio, added_s=added_s, noise_s=noise_s)
 
 
 def _without_extra_args(blocks: Sequence[BlockCosts], parts: Sequence[Part], extra_args: Storages) -> list[BlockCosts]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import psutil
 import torch
@@ -25,7 +26,7 @@ from memsave_recipes.core.costs.memory import read_device_use
 from memsave_recipes.core.costs.targets import Target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host import step as host_step
-from memsave_recipes.core.plans import BUDGET_WORDS, Action, Plan, plan_for
+from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.core.plans.chain import BlockCosts, Chain, allocated_bytes
 from memsave_recipes.core.plans.plan import (
     MLP_TILE_TOKENS,
@@ -480,7 +481,7 @@ def plans_to_measure(
     workload: Workload,
     *,
     device_type: str,
-    compiles: bool = True,
+    compiled: bool = False,
     ratios: Sequence[float] = COMPILED_RATIOS,
     micro_batch_size: int | None = None,
 ) -> list[Plan]:
@@ -488,33 +489,31 @@ def plans_to_measure(
 
     Args:
         device_type: of the step; those of ``HOST_MEMORY`` have no host to offload to.
-        compiles: whether there is a device to compile for.
-        ratios: of compiled memory, for a budget.
+        compiled: whether layers compute compiled.
+        ratios: of what compiled blocks save, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
-
-    Raises:
-        InputError: a strategy that compiles, where nothing is compiled.
     """
-    if not compiles and strategy.startswith("compiled"):
-        raise InputError(f"strategy {strategy}: compiled layers are measured in a run, not estimated: plan with budget")
+    compiled |= strategy.startswith("compiled")
     modules = dict(workload.model.named_modules())
     blocks = [modules.get(name) for names in workload.stacks for name in names]
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
         to_host = device_type not in HOST_MEMORY
-        strategies += ["selective", *(OFFLOADING_STRATEGIES if to_host else ())]
-        if compiles and strategy == "budget" and can_compile(workload.model):
+        strategies += [*([] if compiled else ["selective"]), *(OFFLOADING_STRATEGIES if to_host else ())]
+        if compiled and strategy == "budget":
             strategies += [f"compiled:{ratio}" for ratio in ratios]
         tokens = [tensor for tensor in workload.batch if tensor.dtype == torch.long and tensor.ndim > 0]  # (..., T)
-        if strategy == "budget" and _has_tiles(blocks, tokens):
+        if strategy == "budget" and not compiled and _has_tiles(blocks, tokens):
             is_long = to_host and max(one.shape[-1] for one in tokens) >= LONG_ROW
             strategies += [name for name in TILED_STRATEGIES if is_long or not offloads(name)]
     elif strategy.partition(":")[0] in UNIFORM_STRATEGIES.keys() - {"none", "full"}:
         strategies.append(strategy)
     may_nest = strategy in BUDGET_WORDS or strategy.startswith("nested")
-    if may_nest and any(find_parts(block) for block in blocks if block is not None):
+    if may_nest and not compiled and any(find_parts(block) for block in blocks if block is not None):
         strategies.append(f"nested:{len(blocks)}")
     plans = [plan_for(one, workload.stacks) for one in strategies]
+    if compiled:
+        plans = [plan.on_compiled_layers() for plan in plans]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
         recomputing = ["full", *(one for one in strategies if one == "full_offload")]
         plans += [plan_for(one, workload.stacks).in_micro_batches(micro_batch_size) for one in recomputing]
@@ -529,16 +528,21 @@ def _has_tiles(blocks: Sequence[nn.Module | None], tokens: Sequence[Tensor]) -> 
     return all(block is not None and find_mlps(block) for block in one_of_each.values())
 
 
-def can_compile(model: nn.Module) -> bool:
-    """Return whether its layers repeat and stay on the device, their shapes are known, and there is a compiler."""
+def has_layers_to_compile(model: nn.Module) -> bool:
+    """Return whether its layers repeat and stay on the device, and their shapes are known."""
     stacks, is_streamed = find_stacks(model), stream_of(model) is not None
     if is_streamed or joined_batchnorm(model) is not None or hasattr(model, NEVER_COMPILED):
         return False
+    return bool(stacks) and all(isinstance(stack, CalledLayers) for stack in stacks)
+
+
+def can_compile(model: nn.Module) -> bool:
+    """Return whether it ``has_layers_to_compile``, and there is a compiler."""
     try:
         check_compiler(model)
     except InputError:
         return False
-    return bool(stacks) and all(isinstance(stack, CalledLayers) for stack in stacks)
+    return has_layers_to_compile(model)
 
 
 def forecast(
@@ -608,56 +612,24 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """Yield the costs of all bitwise actions without offloading and with it, both with tiles; with each ratio that none
-    dominates; and of nested spans, which are for where nothing else fits without the host.
+    """Yield the costs of all bitwise actions without offloading and with it; the same with tiles, or where compiled
+    blocks may save a part; and of nested spans, which are for where nothing else fits without the host.
 
     Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
     """
-    measured = [action for plan, _ in measurement.traces for action in plan.offloads]
-    with_tiles = any(plan.mlp_tile_tokens is not None for plan, _ in measurement.traces)
-    for tiles in [False, True] if with_tiles else [False]:
-        yield measurement.chain(tiles=tiles)
-        allowed = [action for action in measured if tiles or not action.kind.is_tiled]
-        for number in range(len(allowed)):
-            yield measurement.chain(offload=allowed[number:], tiles=tiles)
-    compiled: list[Chain] = []
-    for plan, _ in measurement.traces:
-        if plan.compiled_memory_ratio is not None:
-            compiled.append(measurement.chain(ratio=plan.compiled_memory_ratio))
-    yield from _undominated(compiled)
+    plans = [plan for plan, _ in measurement.traces]
+    measured = [action for plan in plans for action in plan.offloads]
+    rounding = {
+        "tiles": any(plan.mlp_tile_tokens is not None for plan in plans),
+        "saves_part": any(plan.ratios for plan in plans),
+    }
+    of_rounding: list[dict[str, Any]] = [{name: True} for name, is_there in rounding.items() if is_there]
+    for allowed in [{}, *of_rounding]:
+        yield measurement.chain(**allowed)
+        to_host = [action for action in measured if allowed.get("tiles") or not action.kind.is_tiled]
+        for number in range(len(to_host)):
+            yield measurement.chain(offload=to_host[number:], **allowed)
     yield replace(measurement.chain(), nested=True)
-
-
-def _undominated(compiled: Sequence[Chain]) -> Iterator[Chain]:
-    """Leave out ratios under which the blocks take at least the bytes and the time that they take under another one.
-
-    torch's ratio does not bound the memory of a step: a smaller one may take more
-    (https://github.com/pytorch/pytorch/issues/197838).
-    """
-    first_of_equal: dict[tuple[float, ...], Chain] = {}
-    for chain in compiled:
-        first_of_equal.setdefault(_costs_of_compiling(chain), chain)
-    for own, chain in first_of_equal.items():
-        others = (other for other in first_of_equal if other is not own)
-        if not any(all(cost <= limit for cost, limit in zip(other, own, strict=True)) for other in others):
-            yield chain
-
-
-def _costs_of_compiling(chain: Chain) -> tuple[float, ...]:
-    """List them block by block; bytes as the simulator adds them up."""
-    options = [chain.blocks[position].option(Action.COMPILE) for position in chain.decided]
-    return tuple(
-        cost
-        for option in options
-        for cost in (
-            option.saved_bytes,
-            option.saves_input,
-            option.saves_output,
-            option.forward_transient_bytes,
-            option.saved_bytes + option.backward_transient_bytes,
-            option.added_s + option.noise_s,
-        )
-    )
 
 
 def reserve_bytes(chain: Chain) -> int:

@@ -60,6 +60,7 @@ def make_plan(
     optimizer: Optimizer | None = None,
     static: StaticMemory | None = None,
     predict: bool = False,
+    compiled: bool = False,
 ) -> Plan:
     """Return the plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
 
@@ -74,7 +75,7 @@ def make_plan(
             reach. Call ``make_plan`` under the autocast of the training, if there is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``selective``, ``offload``,
             ``full_offload``, ``compiled[:RATIO]``, ``bottleneck``, the path of a ``plan.json``, ``budget``, or
-            ``budget:bitwise``, which never compiles.
+            ``budget:bitwise``, which keeps the bits of the same layers without a plan.
         budget_gib: for ``budget``: device memory of a training step, in GiB.
         loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
             first tensor, which may need less memory than the loss of the training.
@@ -84,7 +85,8 @@ def make_plan(
             train.
         static: memory besides forward and backward, in place of ``optimizer``.
         predict: measure steps of ``batch`` for the prediction of another strategy as well; those without checkpointing
-            have to fit into memory. There is none of plans that compile, nor of ``bottleneck``.
+            have to fit into memory. There is none of ``bottleneck``.
+        compiled: whether the layers that repeat compute compiled, under any plan. They round otherwise than eager ones.
 
     Raises:
         InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it. The message
@@ -95,7 +97,8 @@ def make_plan(
     if batch is None:
         if strategy in BUDGET_WORDS:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
-        return plan_for(strategy, stacks) if names else plan_blocks(model, strategy, None)
+        plan = plan_for(strategy, stacks) if names else plan_blocks(model, strategy, None)
+        return plan.on_compiled_layers() if compiled else plan
     workload = Workload(
         model=model,
         forward=lambda: (loss_fn or loss_of)(call(model, batch)),
@@ -106,7 +109,8 @@ def make_plan(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adamw = StaticMemory(state_bytes=_bytes(ASSUMED_COPIES * trained, workload.device))
     static = static or (static_of(optimizer) if optimizer else adamw)
-    return plan_step(workload, strategy, budget_gib=budget_gib, static=static, named=bool(names), predict=predict)
+    of_step = partial(plan_step, workload, strategy, budget_gib=budget_gib, static=static, compiled=compiled)
+    return of_step(named=bool(names), predict=predict)
 
 
 def static_of(optimizer: Optimizer) -> StaticMemory:
@@ -129,6 +133,7 @@ def plan_step(
     static: StaticMemory,
     named: bool = False,
     predict: bool = False,
+    compiled: bool = False,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> Plan:
@@ -144,12 +149,13 @@ def plan_step(
         check_budget(budget_gib)
         if budget_gib is None:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
-        found = _planned(workload, strategy, int(budget_gib * GIB), static, progress, ranks)
+        found = _planned(workload, strategy, int(budget_gib * GIB), static, progress, ranks, compiled=compiled)
         return replace(found.plan, prediction=found.prediction)
     model, stacks = workload.model, workload.stacks
     refuse_compiled(model)
     running = running_blocks(model, stacks, workload.forward, workload.device)
     plan = plan_for(strategy, stacks) if named else plan_blocks(model, strategy, running)
+    plan = plan.on_compiled_layers() if compiled else plan
     return replace(plan, prediction=_predicted(plan, workload, static, progress, ranks)) if predict else plan
 
 
@@ -192,11 +198,11 @@ def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -
 def _predicted(
     plan: Plan, workload: Workload, static: StaticMemory, progress: Progress, ranks: Ranks
 ) -> Prediction | None:
-    """Predict by measured costs; ``None`` for a plan of other blocks than the stacks', and for one that compiles."""
-    is_measured = plan.compiled_memory_ratio is None and plan.micro_batch_size is None
-    if not is_measured or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
+    """Predict by measured costs; ``None`` for a plan of other blocks than the stacks', or in micro-batches."""
+    names = {name for stack in workload.stacks for name in stack}
+    if plan.micro_batch_size is not None or not set(plan.blocks) <= names:
         return None
-    plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
+    plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type, compiled=plan.compiled)
     measured = _measured(workload, plans, progress, ranks)
     found = Forecast(plan=plan, chain=static.added_to(measured.chain_under(plan)))
     return found.prediction if plan.blocks == found.chain.decided_names else None
@@ -209,6 +215,8 @@ def _planned(
     static: StaticMemory,
     progress: Progress,
     ranks: Ranks,
+    *,
+    compiled: bool,
 ) -> Forecast:
     """Find the fastest plan that fits, both in prediction and in a trial step: NOTE [ trial step ].
 
@@ -225,7 +233,7 @@ def _planned(
 
     @cache
     def measured(ratios: tuple[float, ...]) -> Measurement:
-        plans = plans_to_measure(strategy, workload, device_type=device.type, ratios=ratios)
+        plans = plans_to_measure(strategy, workload, device_type=device.type, compiled=compiled, ratios=ratios)
         return _measured(workload, plans, progress, ranks)
 
     for _ in range(MAX_TRIALS):

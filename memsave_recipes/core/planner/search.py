@@ -234,7 +234,8 @@ class SearchSpace(Room):
         strategy: with ``budget`` all plans are candidates, else only this one.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
-        compiled_ratios: of compiled memory, to measure for a budget.
+        compiled: whether layers compute compiled.
+        compiled_ratios: of what compiled blocks save, to measure for a budget.
         missed_bytes: as of ``forecast``.
         in_shards: of a batch layout, where weights are in shards.
         reductions: whether gradients in shards are reduced once a step: the ways to compare.
@@ -246,6 +247,7 @@ class SearchSpace(Room):
     static: Callable[[BatchLayout], StaticMemory]
     plan_of: Callable[[str, Collection[str]], Plan]
     plan: Plan | None = None
+    compiled: bool = False
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
     missed_bytes: int = 0
     micro_batch_size: int | None = None
@@ -305,6 +307,8 @@ class SearchSpace(Room):
         self, strategy: str, measurement: Measurement, static: StaticMemory, in_shards: InShards | None
     ) -> Forecast:
         plan = self.plan_of(strategy, measurement.running)
+        if self.compiled:
+            plan = plan.on_compiled_layers()
         if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
             plan = plan.in_micro_batches(self.micro_batch_size)
         found = self._with(plan, measurement, static, in_shards)
@@ -373,12 +377,14 @@ def search_space(
     *,
     num_processes: int,
     device_type: str,
+    compiled: bool = False,
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
 ) -> SearchSpace:
     """Make the space of what ``run`` leaves open for a model on such devices.
 
     Args:
+        compiled: whether layers compute compiled.
         groups: of ranks that hold the model in shards; ``None``: each rank has all of it.
         bytes_per_s: that a rank sends to others.
     """
@@ -404,6 +410,7 @@ def search_space(
         strategy=run.activation_checkpointing or "none",
         static=static if groups is None else partial(static, num_shards=groups.size),
         plan_of=partial(plan_blocks, model),
+        compiled=compiled,
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
         in_shards=None if groups is None else partial(in_shards, groups),
         reductions=run.reductions,

@@ -281,12 +281,19 @@ def choose_for_target(
 
 
 def plans_of_space(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:
-    """Return what lists the plans under which a workload has to run for the strategy of ``space``."""
+    """Return what lists the plans under which a workload has to run for the strategy of ``space``.
+
+    Raises:
+        InputError: a strategy that compiles.
+    """
+    if space.strategy.startswith("compiled"):
+        words = "compiled layers are measured in a run, not estimated: plan with budget"
+        raise InputError(f"strategy {space.strategy}: {words}")
     return partial(
         plans_to_measure,
         space.strategy,
         device_type=launch.target.device_type,
-        compiles=False,
+        compiled=space.compiled,
         micro_batch_size=space.micro_batch_size,
     )
 

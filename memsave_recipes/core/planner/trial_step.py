@@ -138,15 +138,15 @@ def measured_together(
 
 
 def with_smaller_ratio(ratios: tuple[float, ...], plan: Plan) -> tuple[float, ...]:
-    """Return the ratios to measure after ``plan`` has peaked above its budget: one more, where it compiles.
+    """Return the ratios to measure after ``plan`` has peaked above its budget: one more, where blocks save a part.
 
-    It is half-way from the ratio of the plan to the next smaller one, or to 0.
+    It is half-way from the least ratio of the plan to the next smaller one, or to 0.
     """
-    ratio = plan.compiled_memory_ratio
-    if ratio is None:
+    if not plan.ratios:
         return ratios
-    below = max((other for other in ratios if other < ratio), default=0.0)
-    return (*ratios, (below + ratio) / 2)
+    least = plan.ratios[-1]
+    below = max((other for other in ratios if other < least), default=0.0)
+    return (*ratios, (below + least) / 2)
 
 
 def step_bytes(

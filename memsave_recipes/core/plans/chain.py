@@ -28,6 +28,7 @@ class BlockOption:
 
     Args:
         action: ``KEEP``, or another one that a plan may give to a single block.
+        ratio: as of ``Span``.
         added_s: seconds that a step takes longer than with ``KEEP``; below 0 where it is faster.
         noise_s: of ``added_s``; rule 9 of the NOTE.
 
@@ -36,6 +37,7 @@ class BlockOption:
     """
 
     action: Action
+    ratio: float | None = None
     added_s: float = 0.0
     noise_s: float = 0.0
     saved_bytes: int
@@ -66,7 +68,7 @@ class BlockCosts:
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
-        ValueError: a figure that no measurement gives, no ``KEEP``, or two options with one action.
+        ValueError: a figure that no measurement gives, no ``KEEP``, or two options with one action and ratio.
     """
 
     name: str
@@ -88,10 +90,10 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         _check_not_negative(self)
-        actions = [option.action for option in self.options]
-        if Action.KEEP not in actions or len(set(actions)) < len(actions):
+        ways = [(option.action, option.ratio) for option in self.options]
+        if (Action.KEEP, None) not in ways or len(set(ways)) < len(ways):
             raise ValueError(f"{self.name} needs the option KEEP, and each option once")
-        if self.stack is None and len(actions) > 1:
+        if self.stack is None and len(ways) > 1:
             raise ValueError(f"{self.name} has no stack, so it can only be kept")
 
     @property
@@ -109,14 +111,14 @@ class BlockCosts:
         )
         return replace(self, options=tuple(options))
 
-    def option(self, action: Action) -> BlockOption:
+    def option(self, action: Action, ratio: float | None = None) -> BlockOption:
         """Return its costs under ``action``.
 
         Raises:
             ValueError: the chain has none for it.
         """
         for option in self.options:
-            if option.action is action:
+            if option.action is action and option.ratio == ratio:
                 return option
         raise ValueError(f"the chain has no costs of {action.value} for {self.name}")
 
@@ -134,8 +136,8 @@ class Chain:
         span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
             it runs again: the state of the random number generator where the CPU is the device.
         extra_args_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
-        compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
-        micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of those with tiles.
+        compiled: whether the layers compute compiled.
+        micro_batch_size, mlp_tile_tokens: of options in micro-batches and of those with tiles, if there are any.
         noise_s: of the seconds of all blocks together; less than the sum over the blocks, whose errors differ.
         host_bytes: pinned all the time: frozen weights that are streamed from there.
         nested: whether spans may recompute block by block in their second run.
@@ -150,7 +152,7 @@ class Chain:
     optimizer_bytes: int = 0
     span_bytes: int = 0
     extra_args_bytes: int = 0
-    compiled_memory_ratio: float | None = None
+    compiled: bool = False
     micro_batch_size: int | None = None
     mlp_tile_tokens: int | None = None
     noise_s: float = 0.0

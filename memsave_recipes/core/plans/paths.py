@@ -26,7 +26,7 @@ EMPTY: Resources = (0, 0)
 
 
 class Edge(NamedTuple):
-    """The blocks from some position up to ``stop`` under ``action``.
+    """The blocks from some position up to ``stop`` under ``action``, which may have a ``ratio``.
 
     Behind the edge ``HELD`` is ``held_bytes`` more than ``resources[held_from]`` before it, and ``WITH_STATE`` is
     ``with_state_bytes`` more than ``resources[with_state_from]``. Its peak is ``peak_over_held_bytes`` above
@@ -42,6 +42,7 @@ class Edge(NamedTuple):
     with_state_bytes: int
     peak_over_held_bytes: int
     peak_over_state_bytes: int
+    ratio: float | None = None
 
     def extend(self, resources: Resources) -> Resources:
         """Return the resources behind it."""
@@ -123,6 +124,7 @@ def _single_block(sizes: _Sizes, position: int, option: BlockOption, extra_args_
         with_state_bytes=option.saved_bytes + output,
         peak_over_held_bytes=0 if holds_input else backward,
         peak_over_state_bytes=max(forward, backward) if holds_input else forward,
+        ratio=option.ratio,
     )
 
 

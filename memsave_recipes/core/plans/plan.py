@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans.prediction import Prediction
@@ -63,6 +63,7 @@ class ActionKind:
         is_tiled: whether the MLP of a block takes some tokens at a time.
         in_sublayers: whether attention and MLP of a layer start again from an input each, where it has such parts.
         micro_batches_of: the action that it does for some samples at a time, each by itself.
+        is_eager: whether it is for eager layers alone.
         is_bitwise: whether gradients are those without checkpointing, bit for bit, and not sums in another order.
     """
 
@@ -76,12 +77,13 @@ class ActionKind:
     is_tiled: bool = False
     in_sublayers: bool = False
     micro_batches_of: Action | None = None
+    is_eager: bool = False
     is_bitwise: bool = True
 
 
 _ROUNDING = " (equal to plain within rounding, not bitwise)"
 _checkpointed = partial(ActionKind, runs_twice=True, starts_again=True)
-_in_micro_batches = partial(ActionKind, starts_again=True, is_bitwise=False)
+_in_micro_batches = partial(ActionKind, starts_again=True, is_eager=True, is_bitwise=False)
 KINDS = {
     Action.KEEP: ActionKind(label="keep", strategy="none"),
     Action.RECOMPUTE: _checkpointed(label="recompute", words="recomputed, in {spans}", strategy="full", is_joint=True),
@@ -100,7 +102,12 @@ KINDS = {
         strategy="full_offload",
         on_host="input",
     ),
-    Action.COMPILE: ActionKind(label="compiled", words=f"compiled{_ROUNDING}", strategy="compiled", is_bitwise=False),
+    Action.COMPILE: ActionKind(
+        label="compiled, save a part",
+        words=f"compiled, saving a part{_ROUNDING}",
+        strategy="compiled",
+        is_bitwise=False,
+    ),
     Action.IN_MICRO_BATCHES: _in_micro_batches(
         label="recompute in micro-batches",
         words=f"recomputed in micro-batches of {{size}}{_ROUNDING}",
@@ -117,6 +124,7 @@ KINDS = {
         words=f"recomputed, their MLPs in tiles of {{tile}} tokens{_ROUNDING}",
         strategy="full_tiled",
         is_tiled=True,
+        is_eager=True,
         is_bitwise=False,
     ),
     Action.RECOMPUTE_TILED_OFFLOAD: _checkpointed(
@@ -126,6 +134,7 @@ KINDS = {
         on_host="input",
         is_tiled=True,
         in_sublayers=True,
+        is_eager=True,
         is_bitwise=False,
     ),
     Action.RECOMPUTE_NESTED: _checkpointed(
@@ -138,15 +147,33 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Blocks ``start`` to ``stop - 1``, treated together."""
+    """Blocks ``start`` to ``stop - 1``, treated together.
+
+    Args:
+        ratio: of ``COMPILE``, and of no other action: the part of what a compiled block saves for its fastest backward
+            that it may save, from 0 to 1.
+    """
 
     start: int
     stop: int
     action: Action
+    ratio: float | None = None
 
     def __post_init__(self) -> None:
         if not (type(self.start) is type(self.stop) is int and 0 <= self.start < self.stop):
             raise ValueError(f"a span needs 0 <= start < stop, not {self.start}..{self.stop}")
+        if (self.ratio is None) is (self.action is Action.COMPILE) or not 0 <= (self.ratio or 0) <= 1:
+            raise ValueError(f"the ratio of {self.action.value} cannot be {self.ratio}: compile has one from 0 to 1")
+
+    @property
+    def way(self) -> "Way":
+        """Its action with the ratio."""
+        return self.action, self.ratio
+
+
+Way: TypeAlias = tuple[Action, float | None]
+"""An action with its ratio."""
+AS_IT_IS: Way = (Action.KEEP, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,20 +184,19 @@ class Plan:
         strategy: the name that made the plan, such as ``segments:2``.
         blocks: the name of every block, in the order of the forward.
         spans: cover all blocks once, in order.
-        compiled_memory_ratio: the part of its activations that a compiled block may save, from 0 to 1; for plans that
-            compile, and for no others.
-        micro_batch_size: the samples that a block in micro-batches takes at once; likewise.
+        compiled: whether all layers compute compiled, and actions are around that.
+        micro_batch_size: the samples that a block in micro-batches takes at once; for plans with such, and no others.
         mlp_tile_tokens: the tokens that an MLP of a block with tiles takes at once; likewise.
         prediction: the memory and time of a step, where ``make_plan`` has measured one; not compared, not written.
 
     Raises:
-        ValueError: the spans leave a block out or name one twice, or they contradict the ratio or a size.
+        ValueError: the spans leave a block out or name one twice, or they contradict a size.
     """
 
     strategy: str
     blocks: tuple[str, ...]
     spans: tuple[Span, ...]
-    compiled_memory_ratio: float | None = None
+    compiled: bool = False
     micro_batch_size: int | None = None
     mlp_tile_tokens: int | None = None
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
@@ -179,9 +205,6 @@ class Plan:
         borders = [0, *(span.stop for span in self.spans)]
         if [span.start for span in self.spans] != borders[:-1] or borders[-1] != len(self.blocks):
             raise ValueError(f"the spans of a plan must cover its {len(self.blocks)} blocks once and in order")
-        ratio = self.compiled_memory_ratio
-        if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
-            raise ValueError(f"compiled_memory_ratio is {ratio}: plans that compile need one from 0 to 1, others none")
         kinds = [span.action.kind for span in self.spans]
         size = self.micro_batch_size
         if (size is None) is any(kind.micro_batches_of for kind in kinds) or (size is not None and size < 1):
@@ -202,8 +225,34 @@ class Plan:
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether gradients are bit for bit those without checkpointing, and not sums in another order."""
+        """Whether gradients are bit for bit those of the same layers without checkpointing, not sums otherwise."""
         return all(span.action.kind.is_bitwise for span in self.spans)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it compiles layers: all, or, in a plan of an earlier version, those under ``COMPILE``."""
+        return self.compiled or bool(self.blocks_under(Action.COMPILE))
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The ratios of its compiled blocks that save a part, from the largest on."""
+        return tuple(sorted({span.ratio for span in self.spans if span.ratio is not None}, reverse=True))
+
+    def on_compiled_layers(self) -> "Plan":
+        """Return the same plan around compiled layers, of which those under ``SELECT_OPS`` save a part.
+
+        Raises:
+            InputError: an action is for eager layers alone.
+        """
+        if self.compiles:
+            return self
+        if eager := [span.action.kind.label for span in self.spans if span.action.kind.is_eager]:
+            raise InputError(
+                f"strategy {self.strategy}: compiled layers cannot {eager[0]}: take full or offload, or do not compile"
+            )
+        partly = partial(replace, action=Action.COMPILE, ratio=COMPILED_MEMORY_RATIO)
+        spans = (partly(span) if span.action is Action.SELECT_OPS else span for span in self.spans)
+        return replace(self, spans=tuple(spans), compiled=True)
 
     def in_micro_batches(self, size: int) -> "Plan":
         """Return the same plan whose blocks recompute ``size`` samples at a time, each by itself.
@@ -238,20 +287,17 @@ class Plan:
         spans = f"{num_spans} {'span' if num_spans == 1 else 'spans'}"
         under = ((len(self.blocks_under(action)), action.kind.words) for action in Action)
         found = [(number, words) for number, words in under if number and words]
+        compiled = "; all layers compiled" if self.compiled else ""
         if not found:
-            return f"{self.strategy}: no activation checkpointing"
+            return f"{self.strategy}: no activation checkpointing{compiled}"
         (number, words), *others = found
         parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
         text = "; ".join(parts).format(spans=spans, size=self.micro_batch_size, tile=self.mlp_tile_tokens)
-        return f"{self.strategy}: {text}"
+        return f"{self.strategy}: {text}{compiled}"
 
     def to_json(self) -> str:
         """Return the plan as the text of a ``plan.json``."""
-        content = asdict(replace(self, prediction=None))
-        del content["prediction"]
-        for name in ("micro_batch_size", "mlp_tile_tokens"):
-            if content[name] is None:
-                del content[name]
+        content = asdict(replace(self, prediction=None), dict_factory=_without_defaults)
         return json.dumps({"version": FORMAT_VERSION, **content}, indent=1)
 
     def __str__(self) -> str:
@@ -271,20 +317,33 @@ class Plan:
                 raise ValueError(f"its version is {data['version']}, this software reads {FORMAT_VERSION}")
             if not STRATEGY.fullmatch(data["strategy"]) or not all(isinstance(name, str) for name in data["blocks"]):
                 raise ValueError("its strategy and its blocks must be words, such as segments:2 and layers.0")
-            spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
-            ratio = data.get("compiled_memory_ratio")
+            ratio_of_all = data.get("compiled_memory_ratio")  # of earlier versions
+            spans = tuple(_span_of(span, ratio_of_all) for span in data["spans"])
             sizes = {name: data.get(name) for name in ("micro_batch_size", "mlp_tile_tokens")}
-            if isinstance(ratio, bool) or not {type(size) for size in sizes.values()} <= {int, type(None)}:
-                raise ValueError(f"its compiled_memory_ratio is {ratio}, its sizes are {sizes}")
+            compiled = data.get("compiled", False)
+            if type(compiled) is not bool or not {type(size) for size in sizes.values()} <= {int, type(None)}:
+                raise ValueError(f"its compiled is {compiled}, its sizes are {sizes}")
             return cls(
                 strategy=data["strategy"],
                 blocks=tuple(data["blocks"]),
                 spans=spans,
-                compiled_memory_ratio=ratio,
+                compiled=compiled,
                 **sizes,
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InputError(f"this is not a plan.json: {error}") from error
+
+
+def _without_defaults(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value is not None and value is not False}
+
+
+def _span_of(data: dict[str, Any], ratio_of_all: Any) -> Span:
+    action = Action(data["action"])
+    ratio = data.get("ratio", ratio_of_all) if action is Action.COMPILE else None
+    if isinstance(ratio, bool):
+        raise ValueError(f"its ratio is {ratio}")
+    return Span(start=data["start"], stop=data["stop"], action=action, ratio=ratio)
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -337,9 +396,10 @@ def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:
     )
 
 
-def all_under(stacks: Stacks, action: Action) -> tuple[Span, ...]:
+def all_under(stacks: Stacks, action: Action, ratio: float | None = None) -> tuple[Span, ...]:
     """Put every block by itself under one action."""
-    return tuple(Span(start=index, stop=index + 1, action=action) for index in range(count_blocks(stacks)))
+    numbers = range(count_blocks(stacks))
+    return tuple(Span(start=number, stop=number + 1, action=action, ratio=ratio) for number in numbers)
 
 
 def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
@@ -409,10 +469,10 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
     action = UNIFORM_STRATEGIES.get(name)
     if action is None or (colon and action is not Action.COMPILE and not action.kind.is_tiled):
         raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
-    spans = all_under(stacks, action)
     if action is Action.COMPILE:
         ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
-        return plan(spans=spans, compiled_memory_ratio=ratio)
+        return plan(spans=all_under(stacks, action, ratio), compiled=True)
+    spans = all_under(stacks, action)
     if action.kind.is_tiled:
         rule = "on, the tokens that an MLP takes at once"
         tokens = _parse_count(strategy, "TOKENS", inf, rule) if colon else MLP_TILE_TOKENS

@@ -4,7 +4,7 @@ Notes: ``docs/design/plans.md``.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from memsave_recipes.core.plans.chain import BlockOption, Chain
@@ -85,7 +85,7 @@ def simulate(chain: Chain, plan: Plan) -> Simulation:
 
 def keep_all(chain: Chain) -> Plan:
     """Return the baseline, no checkpointing, as a plan for the blocks of ``chain``."""
-    return plan_for("none", [chain.decided_names])
+    return replace(plan_for("none", [chain.decided_names]), compiled=chain.compiled)
 
 
 def host_bytes(chain: Chain, plan: Plan) -> int:
@@ -122,7 +122,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
         if span.action.kind.is_joint:
             now = held | _held_by_span(chain, span, states)
         else:
-            now = held | _saved(chain, span.start, chain.blocks[span.start].option(span.action), states)
+            now = held | _saved(chain, span.start, chain.blocks[span.start].option(span.action, span.ratio), states)
         costs[span.start] = SpanCosts(_total(now) - _total(held), _seconds(chain, span)[0])
         held = now
     parts = [[costs[position] for position in chain.decided[span.start : span.stop]] for span in plan.spans]
@@ -145,7 +145,7 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
                 continue
             spans.append(Span(start=positions[0], stop=positions[-1] + 1, action=span.action))
         else:
-            spans += [Span(start=position, stop=position + 1, action=span.action) for position in positions]
+            spans += [replace(span, start=position, stop=position + 1) for position in positions]
     return sorted(spans, key=lambda span: span.start)
 
 
@@ -153,7 +153,7 @@ def _seconds(chain: Chain, span: Span) -> tuple[float, float]:
     """Return the seconds that a span adds to the step, and their noise."""
     blocks = chain.blocks[span.start : span.stop]
     if not span.action.kind.is_joint:
-        option = blocks[0].option(span.action)
+        option = blocks[0].option(span.action, span.ratio)
         return option.added_s, option.noise_s
     options: list[BlockOption] = []
     if span.action is Action.RECOMPUTE_NESTED:
@@ -183,7 +183,7 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
                 yield from _forwards(chain, span, held, states)
             held = held | _held_by_span(chain, span, states)
         else:
-            option = chain.blocks[span.start].option(span.action)
+            option = chain.blocks[span.start].option(span.action, span.ratio)
             alive = states[span.start]
             if not runs_again:
                 alive = {**alive, "extra arguments of the block": chain.blocks[span.start].extra_args_bytes}
@@ -216,7 +216,7 @@ def _backward(
         options = [chain.nested_option(position) for position in range(span.start, span.stop)]
     else:
         action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
-        options = [block.option(action) for block in chain.blocks[span.start : span.stop]]
+        options = [block.option(action, span.ratio) for block in chain.blocks[span.start : span.stop]]
     live_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
     for position, option in enumerate(options, start=span.start):
         is_last = position == span.stop - 1

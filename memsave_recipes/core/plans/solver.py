@@ -40,7 +40,7 @@ from memsave_recipes.core.plans.paths import (
     lower_bounds,
     tick_s,
 )
-from memsave_recipes.core.plans.plan import Action, Plan, Span
+from memsave_recipes.core.plans.plan import Plan, Span
 from memsave_recipes.core.plans.simulate import TimelinePoint, keep_all, simulate
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 
@@ -107,15 +107,16 @@ def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
     position = index = 0  # in the chain, and among the blocks that plans decide about
     for edge in path:
         if chain.blocks[position].stack is not None:
-            spans.append(Span(start=index, stop=index + edge.stop - position, action=edge.action))
-            index += edge.stop - position
+            stop = index + edge.stop - position
+            spans.append(Span(start=index, stop=stop, action=edge.action, ratio=edge.ratio))
+            index = stop
         position = edge.stop
     actions = {span.action for span in spans}
     return Plan(
         strategy=STRATEGY,
         blocks=chain.decided_names,
         spans=tuple(spans),
-        compiled_memory_ratio=chain.compiled_memory_ratio if Action.COMPILE in actions else None,
+        compiled=chain.compiled,
         micro_batch_size=chain.micro_batch_size if any(action.kind.micro_batches_of for action in actions) else None,
         mlp_tile_tokens=chain.mlp_tile_tokens if any(action.kind.is_tiled for action in actions) else None,
     )
@@ -268,7 +269,7 @@ class _Search:
 
     def _extend(self, labels: list[Label], edge: Edge) -> list[Label]:
         """Return the labels behind ``edge`` where it is feasible and, by the best bound, may lead to a better path."""
-        stop, _, cost, held_from, held_bytes, with_state_from, with_state_bytes, _, _ = edge
+        stop, _, cost, held_from, held_bytes, with_state_from, with_state_bytes, _, _, _ = edge
         most_held = self.free_bytes - edge.peak_over_held_bytes
         most_with_state = self.free_bytes - edge.peak_over_state_bytes
         # ``at_least`` behind the edge, written out: this decides about millions of labels.

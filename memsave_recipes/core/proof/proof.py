@@ -31,7 +31,7 @@ from memsave_recipes.core.costs.preserve_state import (
     read_rng,
 )
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.plans import Action, Plan
+from memsave_recipes.core.plans import Action, Plan, plan_for
 from memsave_recipes.core.proof.outcomes import (
     Difference,
     Key,
@@ -195,7 +195,7 @@ def verify(model: nn.Module, plan: Plan | PlanHandle, step: Step) -> Verdict:
     if isinstance(plan, Plan):
         with apply_plan(without_wrapper(model), plan) as handle:
             return verify(model, handle, step)
-    if plan.plan.blocks_under(Action.KEEP) == plan.plan.blocks:
+    if plan.plan.blocks_under(Action.KEEP) == plan.plan.blocks and not plan.plan.compiled:
         return Verdict(status="nothing to verify", note="the plan keeps everything")
     inner = without_wrapper(model)
     try:
@@ -222,20 +222,34 @@ class _Proof:
     handle: PlanHandle
     step: Step
     state: SavedState
+    rounds: bool = False
     nondeterministic: list[str] = field(default_factory=list)
 
     def check(self) -> Verdict:
         with only_deterministic_kernels() if _has_nondeterministic_kernels(self.state.device) else nullcontext():
             if first := out_of_step(self.model, shared_at_the_start(self.model)):
                 return Verdict(status="not synchronised", first=first)
-            verdict = self.check_bitwise() if self.handle.plan.is_bitwise else self.check_within_rounding()
+            verdict = self.check_plan()
         notes = [f"{operator} adds in any order" for operator in self.nondeterministic]
         return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
+
+    def check_plan(self) -> Verdict:
+        """Compare bit for bit where the plan keeps bits, and compiled layers with eager ones: rule 5."""
+        plan, within_rounding = self.handle.plan, replace(self, rounds=True).check_within_rounding
+        if not plan.is_bitwise or plan.blocks_under(Action.KEEP) == plan.blocks:
+            return within_rounding()
+        verdict = self.check_bitwise()
+        if not plan.compiled or not verdict.passed:
+            return verdict
+        self.state.restart()
+        compiled = within_rounding()
+        note = f"{verdict.describe()} with compiled layers that keep everything"
+        return replace(compiled, note=", ".join(filter(None, [compiled.note, note])))
 
     def check_bitwise(self) -> Verdict:
         """Compare bit for bit: rule 1."""
         plan = self.handle.plan
-        plain = self.run_plain().on_host()
+        plain = self.run_baseline().on_host()
         self.state.restart()
         planned = self.run_planned()
         verdict = agree(compare_runs(plain, planned, kept_blocks=plan.blocks_under(Action.KEEP)))
@@ -244,7 +258,7 @@ class _Proof:
         if verdict.status != "different" or verdict.first is None or verdict.first.kind == "run":
             return verdict
         self.state.restart()
-        again = agree(compare_runs(plain, self.run_plain()))
+        again = agree(compare_runs(plain, self.run_baseline()))
         return replace(again, status="not repeatable") if again.status == "different" else verdict
 
     def check_within_rounding(self) -> Verdict:
@@ -260,7 +274,15 @@ class _Proof:
         note = f"nothing in float64 to compare with: {reference.error}"
         return agree(verdict if verdict.passed else replace(verdict, status="unproven", note=note))
 
+    def run_baseline(self) -> Outcome:
+        """Run without the plan; where it compiles all layers, with compiled ones that keep everything."""
+        plan, inner = self.handle.plan, without_wrapper(self.model)
+        kept = replace(plan, spans=plan_for("none", [plan.blocks]).spans)
+        with self.handle.paused(), apply_plan(inner, kept) if plan.compiled else nullcontext():
+            return self._run()
+
     def run_plain(self) -> Outcome:
+        """Run the model as it is."""
         with self.handle.paused():
             return self._run()
 
@@ -299,11 +321,10 @@ class _Proof:
         return self._run_once()
 
     def _run_once(self) -> Outcome:
-        is_bitwise = self.handle.plan.is_bitwise
-        if not is_bitwise:
+        if self.rounds:
             _without_dropout(without_wrapper(self.model))
         # A counter inside compiled code would be compiled too.
-        counted = self.handle.blocks if is_bitwise else ()
+        counted = () if self.rounds or self.handle.plan.compiles else self.handle.blocks
         with reducer_of_its_own(self.model), count_block_runs(counted) as runs:
             return replace(capture(self.model, self.step(), self.state), block_runs=dict(runs))
 

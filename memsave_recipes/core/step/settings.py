@@ -15,6 +15,8 @@ from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import GIB, to_gib
 
 AUTO = "auto"
+REGIONS: Final = "regions"
+"""The other value of ``--compile``: each layer that repeats."""
 PER_MICRO_BATCH: Final = "micro_batch"
 PER_STEP: Final = "step"
 """Other values of ``--reduce_gradients``."""
@@ -29,6 +31,7 @@ class StepSettings:
         shard: ``none``, ``full``, or how many ranks share the weights.
         reduce_gradients: in shards, gradients of every ``micro_batch``, or once a ``step``; ``auto``: to be found.
         activation_checkpointing: the strategy.
+        compile: ``regions``, ``none``, or ``auto``: on CUDA.
         memory_budget_gib: of device memory for a step.
         logging_steps: after which the losses are read; until then they stay on the device.
         sequence_parallel: how many ranks share each row.
@@ -42,6 +45,7 @@ class StepSettings:
     memory_budget_gib: float | None
     logging_steps: int
     sequence_parallel: int = 1
+    compile: str = NONE
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
@@ -101,6 +105,10 @@ class StepSettings:
     def solves(self) -> bool:
         """Whether a plan is to be found for a budget."""
         return self.activation_checkpointing in BUDGET_WORDS
+
+    def compiles_on(self, device_type: str) -> bool:
+        """Return whether layers compute compiled on such a device."""
+        return self.compile == REGIONS or (self.compile == AUTO and device_type == "cuda")
 
     @property
     def searches(self) -> bool:

@@ -302,7 +302,7 @@ def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
         decided["loss"] = chosen.loss
     if run.reduce_gradients == AUTO and chosen.reduces_once:
         decided["reduce_gradients"] = PER_STEP
-    if "compile" in request.named:
+    if "compile" in request.named or run.compiles_on(request.launch.target.device_type):
         decided["compile"] = "none"  # as estimated
     if is_solved and not by_preset:
         decided["memory_budget_gib"] = f"{request.budget_gib:.12g}"

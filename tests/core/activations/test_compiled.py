@@ -207,8 +207,9 @@ def test_neighbours_may_recompute_and_all_are_watched(graphs):
     model = gpt2(num_layers=4)
     names = plan_blocks(model, "none").blocks
     actions = [Action.COMPILE, Action.RECOMPUTE, Action.KEEP, Action.COMPILE]
-    spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
-    plan = Plan(strategy="mixed", blocks=names, spans=spans, compiled_memory_ratio=0.3)
+    ratios = {Action.COMPILE: 0.3}
+    spans = [Span(start=i, stop=i + 1, action=action, ratio=ratios.get(action)) for i, action in enumerate(actions)]
+    plan = Plan(strategy="mixed", blocks=names, spans=tuple(spans))
     seen = []
 
     def watch(name, run, inputs, others):

@@ -1,9 +1,9 @@
 """Plans that compile stay below their budget, although torch's ratio does not bound the memory of a step."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ from memsave_recipes.core.activations import apply_plan
 from memsave_recipes.core.costs.block_costs import measure
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner import StaticMemory, make_plan, trial_step
-from memsave_recipes.core.planner.budget import forecast, least_memory, plans_to_measure
+from memsave_recipes.core.planner.budget import least_memory, plans_to_measure
 from memsave_recipes.core.planner.task import Task
-from memsave_recipes.core.plans import Action
+from memsave_recipes.core.plans import Action, plan_for
 from memsave_recipes.core.plans.chain import Chain
 from memsave_recipes.core.plans.simulate import keep_all, simulate
 from memsave_recipes.core.step.batch_layout import SampleOrder
@@ -39,7 +39,7 @@ BUDGET_BYTES = 7500  # enough for the stated layers compiled with a ratio of 0.3
 
 @dataclass(frozen=True)
 class Costs:
-    """A measurement of two layers as it is stated: bytes and seconds under each ratio."""
+    """A measurement of two compiled layers as it is stated: bytes and seconds under each ratio."""
 
     of_ratio: dict
     workload: object = None
@@ -47,65 +47,23 @@ class Costs:
 
     @property
     def traces(self):
-        return [
-            (
-                SimpleNamespace(strategy="compiled", compiled_memory_ratio=ratio, offloads=(), mlp_tile_tokens=None),
-                None,
-            )
-            for ratio in self.of_ratio
-        ]
+        plans = [plan_for(f"compiled:{ratio}", [self.running]) for ratio in self.of_ratio]
+        return [(plan, None) for plan in plans]
 
     def chain_under(self, plan):
-        return self.chain(ratio=plan.compiled_memory_ratio)
+        return self.chain(saves_part=bool(plan.ratios))
 
-    def chain(self, *, ratio=None, **_):
+    def chain(self, *, saves_part=False, **_):
         options = [option(saved=10_000, forward=10_000, saves="i")]
-        if ratio is not None:
-            options.append(compiled(**self.of_ratio[ratio]))
+        if saves_part:
+            options += [compiled(ratio, **costs) for ratio, costs in self.of_ratio.items()]
         blocks = tuple(block(name, *options, output=100) for name in self.running)
-        return Chain(blocks=blocks, resident_bytes=0, compiled_memory_ratio=ratio)
+        return Chain(blocks=blocks, resident_bytes=0, compiled=True)
 
 
-def compiled(saved, transient, added_s):
-    return option(Action.COMPILE, added_s=added_s, saved=saved, forward=saved, backward=transient, saves="i")
-
-
-DOMINATED = {
-    "more bytes in the backward": {
-        0.3: {"saved": 2000, "transient": 9000, "added_s": -0.5},
-        0.5: {"saved": 2000, "transient": 1000, "added_s": -0.5},
-    },
-    "more bytes saved": {
-        0.3: {"saved": 2000, "transient": 1000, "added_s": -0.5},
-        0.5: {"saved": 4000, "transient": 1000, "added_s": -0.5},
-    },
-    "as many bytes, slower by less than is taken for a gain": {
-        0.3: {"saved": 2000, "transient": 1000, "added_s": -0.499},
-        0.5: {"saved": 2000, "transient": 1000, "added_s": -0.5},
-    },
-}
-
-
-@pytest.mark.parametrize(("case", "dominated"), list(zip(DOMINATED, [0.3, 0.5, 0.3], strict=True)))
-def test_a_ratio_with_more_bytes_that_is_not_faster_is_never_chosen(case, dominated):
-    measured, alone = Costs(DOMINATED[case]), Costs({dominated: DOMINATED[case][dominated]})
-    budgets = range(2200, 25_000, 400)
-    chosen = {ratio_within(budget, measured) for budget in budgets}
-    assert dominated in {ratio_within(budget, alone) for budget in budgets}
-    assert chosen - {None} == set(measured.of_ratio) - {dominated}
-    assert least_memory(measured, NO_STATE).plan.compiled_memory_ratio != dominated
-
-
-def ratio_within(budget_bytes, measured):
-    try:
-        return forecast(measured, budget_bytes, NO_STATE).plan.compiled_memory_ratio
-    except InputError:
-        return None
-
-
-def test_of_equal_ratios_the_first_is_chosen():
-    costs = {"saved": 3000, "transient": 0, "added_s": -0.5}
-    assert ratio_within(7000, Costs({0.3: costs, 0.5: costs})) == 0.3
+def compiled(ratio, saved, transient, added_s):
+    kept = option(Action.COMPILE, added_s=added_s, saved=saved, forward=saved, backward=transient, saves="i")
+    return replace(kept, ratio=ratio)
 
 
 class Layer(nn.Module):
@@ -135,13 +93,13 @@ class Stated:
         self.needed, self.measured, self.tried = needed, [], []
 
     def measure(self, workload, plans, *_, **__):
-        ratios = [plan.compiled_memory_ratio for plan in plans if not plan.is_bitwise]
+        ratios = [plan.ratios[0] for plan in plans if plan.ratios]
         self.measured.append(ratios)
         costs = {ratio: {"saved": int(10_000 * ratio), "transient": 0, "added_s": -ratio} for ratio in ratios}
         return Costs(costs, workload)
 
     def step(self, found):
-        self.tried.append(found.plan.compiled_memory_ratio)
+        self.tried.append(found.plan.ratios[-1])
         return self.needed(self.tried[-1], found.peak.total_bytes)
 
 
@@ -153,7 +111,9 @@ def make_plan_on(monkeypatch, kernels_can_be_compiled):
         module = sys.modules[make_plan.__module__]  # the package has the function by its name
         monkeypatch.setattr(trial_step, "measure_in_groups", stated.measure)
         monkeypatch.setattr(module, "step_bytes", lambda found, *_: stated.step(found))
-        return make_plan(Layers(), torch.ones(1, 4), strategy="budget", budget_gib=BUDGET_BYTES / GIB, static=NO_STATE)
+        return make_plan(
+            Layers(), torch.ones(1, 4), strategy="budget", budget_gib=BUDGET_BYTES / GIB, static=NO_STATE, compiled=True
+        )
 
     return make
 
@@ -179,6 +139,7 @@ def plan_run_on(monkeypatch, kernels_can_be_compiled):
             micro_batch_size=4,
             activation_checkpointing="budget",
             memory_budget_gib=BUDGET_BYTES / GIB,
+            compile="regions",
         )
         batches = GlobalBatches(
             accelerator,
@@ -216,7 +177,7 @@ def test_where_a_step_peaks_above_the_budget_a_smaller_ratio_is_measured(make_pl
     plan = make_plan_on(stated)
     assert stated.tried == [0.3, 0.15]
     assert stated.measured == [[0.3, 0.5, 0.7], [0.3, 0.5, 0.7, 0.15]]
-    assert plan.compiled_memory_ratio == 0.15
+    assert plan.ratios == (0.15,)
     assert plan.prediction.peak_bytes <= BUDGET_BYTES
 
 
@@ -233,7 +194,7 @@ def test_a_run_measures_a_smaller_ratio_before_it_takes_smaller_micro_batches(pl
     found, layout, said = plan_run_on(stated)
     assert stated.tried == [0.3, 0.15]
     assert stated.measured == [[0.3, 0.5, 0.7], [0.3, 0.5, 0.7, 0.15]]
-    assert found.plan.compiled_memory_ratio == 0.15
+    assert found.plan.ratios == (0.15,)
     assert found.predicted_peak_bytes <= BUDGET_BYTES
     assert layout.micro_batch_size == 4
     assert len(said) == 1
@@ -269,16 +230,17 @@ def test_measured_peaks_are_below_the_budget_and_rise_with_it(monkeypatch):
     torch.manual_seed(0)
     model, batch = gpt2()
     workload = workload_of(model.train(), lambda model, batch: model(**batch).loss, batch)
-    measured = measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
+    measured = measure(workload, plans_to_measure("budget", workload, device_type="cpu", compiled=True))
     monkeypatch.setattr(trial_step, "measure_in_groups", lambda *_, **__: measured)
     baseline = simulate(measured.chain(), keep_all(measured.chain())).peak_bytes
     smallest = least_memory(measured, NO_STATE)
     least = smallest.peak.total_bytes + smallest.reserve_bytes
     budgets = [least + (baseline - least) * step // 4 for step in range(5)]
-    plans = [make_plan(model, batch, strategy="budget", budget_gib=budget / GIB, static=NO_STATE) for budget in budgets]
+    planned = partial(make_plan, model, batch, strategy="budget", static=NO_STATE, compiled=True)
+    plans = [planned(budget_gib=budget / GIB) for budget in budgets]
     peaks = [peak_of_step(plan, workload) for plan in plans]
     assert any(not plan.is_bitwise for plan in plans)
     assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
     assert all(less <= more for less, more in pairwise(peaks))
     with pytest.raises(InputError, match=r"^budget_gib .* is too small for any plan: [^\n]*$"):
-        make_plan(model, batch, strategy="budget", budget_gib=0.98 * least / GIB, static=NO_STATE)
+        planned(budget_gib=0.98 * least / GIB)

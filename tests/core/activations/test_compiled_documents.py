@@ -108,11 +108,12 @@ def test_all_documents_share_graphs(model_type, kinds, graphs):
     model = by_document(causal_model(model_type, **({"num_hidden_layers": 3} if kinds == 1 else {})))
     module, names = CausalLMLoss(model), plan_blocks(model, "none").blocks
     actions = [Action.COMPILE, Action.RECOMPUTE, *[Action.COMPILE] * (len(names) - 2)]
-    spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
+    ratios = {Action.COMPILE: 0.3}
+    spans = [Span(start=i, stop=i + 1, action=action, ratio=ratios.get(action)) for i, action in enumerate(actions)]
     draw = random.Random(0)
     batches = [packed(random_documents(draw)) for _ in range(200)]
     plain = [gradients_of(module, batch) for batch in batches[:3]]
-    with apply_plan(model, Plan(strategy="mixed", blocks=names, spans=spans, compiled_memory_ratio=0.3)):
+    with apply_plan(model, Plan(strategy="mixed", blocks=names, spans=tuple(spans), compiled=True)):
         for number, batch in enumerate(batches):
             module(**batch).backward()
             ours = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

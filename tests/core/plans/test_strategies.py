@@ -63,7 +63,8 @@ def test_one_action_for_all_blocks():
     assert plan_for("selective", STACKS).blocks_under(Action.SELECT_OPS) == tuple("abcdefgh")
     assert plan_for("offload", STACKS).blocks_under(Action.OFFLOAD) == tuple("abcdefgh")
     compiled = [plan_for(words, STACKS) for words in ("compiled", "compiled:0", "compiled:0.75")]
-    assert [plan.compiled_memory_ratio for plan in compiled] == [0.3, 0, 0.75]
+    assert [plan.ratios for plan in compiled] == [(0.3,), (0,), (0.75,)]
+    assert all(plan.compiled for plan in compiled)
     assert all(plan.blocks_under(Action.COMPILE) == tuple("abcdefgh") and not plan.is_bitwise for plan in compiled)
     inputs_on_host = plan_for("full_offload", STACKS)
     assert inputs_on_host.blocks_under(Action.RECOMPUTE_OFFLOAD) == tuple("abcdefgh")
@@ -102,11 +103,34 @@ def test_tiles():
 
 
 def test_a_ratio_and_compiled_blocks_go_together():
-    kept = plan_for("none", STACKS)
-    with pytest.raises(ValueError, match=r"compiled_memory_ratio is 0\.5"):
-        Plan(strategy="mine", blocks=kept.blocks, spans=kept.spans, compiled_memory_ratio=0.5)
-    with pytest.raises(ValueError, match="compiled_memory_ratio is None"):
-        Plan(strategy="mine", blocks=kept.blocks, spans=plan_for("compiled", STACKS).spans)
+    for action, ratio in ((Action.COMPILE, None), (Action.KEEP, 0.5), (Action.COMPILE, 1.5)):
+        with pytest.raises(ValueError, match=rf"the ratio of {action} cannot be {ratio}"):
+            Span(start=0, stop=1, action=action, ratio=ratio)
+
+
+def test_a_plan_of_an_earlier_version_compiles_what_it_compiled():
+    spans = [{"start": 0, "stop": 1, "action": "compile"}, {"start": 1, "stop": 2, "action": "recompute"}]
+    plan = {"version": 1, "strategy": "budget", "blocks": ["a", "b"], "spans": spans, "compiled_memory_ratio": 0.5}
+    read = Plan.from_json(json.dumps(plan))
+    assert (read.compiled, read.compiles, read.ratios) == (False, True, (0.5,))
+    assert Plan.from_json(read.to_json()) == read
+
+
+@pytest.mark.parametrize(
+    "strategy", ["none", "full", "segments:3", "nested:2", "offload", "full_offload", "compiled:0.7"]
+)
+def test_a_plan_on_compiled_layers_does_the_same_with_them(strategy):
+    plan = plan_for(strategy, STACKS)
+    compiled = plan.on_compiled_layers()
+    assert (compiled.spans, compiled.compiled) == (plan.spans, True)
+    assert Plan.from_json(compiled.to_json()) == compiled
+    assert compiled.describe().endswith("; all layers compiled")
+
+
+def test_selective_plans_save_a_part_of_compiled_layers_and_tiles_are_refused():
+    assert plan_for("selective", STACKS).on_compiled_layers().ratios == (0.3,)
+    with pytest.raises(InputError, match=r"^strategy full_tiled: compiled layers cannot recompute, MLP in tiles"):
+        plan_for("full_tiled", STACKS).on_compiled_layers()
 
 
 @pytest.mark.parametrize(

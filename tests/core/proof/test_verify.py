@@ -460,8 +460,8 @@ def compiled(build):
         layers = [nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1)]
         case.model = nn.Sequential(*layers).to(dtype)
         case.batch = case.batch.repeat(8, 1).to(dtype)
-        span = Span(start=0, stop=1, action=Action.COMPILE)
-        with PlanHandle(Plan(strategy="compiled", blocks=("2",), spans=(span,), compiled_memory_ratio=0.5)) as handle:
+        span = Span(start=0, stop=1, action=Action.COMPILE, ratio=0.5)
+        with PlanHandle(Plan(strategy="compiled", blocks=("2",), spans=(span,))) as handle:
             handle.replace(layers[2], "forward", partial(function, layers[2]))
             yield case, handle
 

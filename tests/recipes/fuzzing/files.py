@@ -63,7 +63,7 @@ def _write_plans(folder: Path) -> None:
         "endless": PLAN | {"spans": [endless]},
         "no_words": PLAN | {"strategy": 5, "blocks": [[1]]},
         "no_blocks": PLAN | {"blocks": None},
-        "not_a_number": PLAN | {"compiled_memory_ratio": float("nan")},
+        "not_a_number": PLAN | {"compiled": float("nan")},
         "later_version": PLAN | {"version": 99},
     }
     for name, plan in plans.items():
