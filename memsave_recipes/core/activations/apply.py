@@ -7,7 +7,7 @@ they are. The replacements are in ``spans.py``.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -240,7 +240,7 @@ def _runs(spans: list[Span]) -> Iterator[Span]:
     for span in spans:
         step = span.stop - span.start if span.action.kind.is_joint else 1
         for start in range(span.start, span.stop, step):
-            yield Span(start=start, stop=start + step, action=span.action)
+            yield replace(span, start=start, stop=start + step)
 
 
 def _install(
