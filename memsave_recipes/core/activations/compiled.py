@@ -64,8 +64,13 @@ class Region:
         name = f"{run_layer.__name__}_{next(_numbers)}"
         run_layer.__code__ = run_layer.__code__.replace(co_name=name)
         options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
-        self._ratio = max(ratio, SMALLEST_RATIO)
+        self.ratio = max(ratio, SMALLEST_RATIO)
         self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
+
+    @staticmethod
+    def is_observed() -> bool:
+        """Whether somebody looks at each operator, of which a compiled layer has none."""
+        return is_in_torch_dispatch_mode(include_infra_modes=False)
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``method(*args, **kwargs)``, compiled.
@@ -75,7 +80,7 @@ class Region:
         """
         try:
             with (
-                functorch_config.patch(activation_memory_budget=self._ratio),
+                functorch_config.patch(activation_memory_budget=self.ratio),
                 dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS),
             ):
                 return self._run_layer(method, *args, **kwargs)
@@ -123,7 +128,7 @@ class CompiledLayer(PlannedForward):
         # A key-value cache asks for the number of the layer: one graph each. GPT-2 hands it on by position.
         args = tuple(None if is_cache(arg) else arg for arg in args)
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
-        if is_in_torch_dispatch_mode(include_infra_modes=False):
+        if self.region.is_observed():
             return (self.method if self.runs_again else self.recomputed)(*args, **kwargs)
         if self.runs_again:
             return self.region.run(self.method, *args, **kwargs)

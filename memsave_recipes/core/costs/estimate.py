@@ -24,12 +24,13 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from memsave_recipes.core.activations import tiles
+from memsave_recipes.core.activations import apply, tiles
 from memsave_recipes.core.activations.offload import OffloadEngine
 from memsave_recipes.core.activations.spans import RUN
 from memsave_recipes.core.activations.streaming import WeightStream, stream_of, stream_weights
 from memsave_recipes.core.activations.tiled_attention import without_flash
 from memsave_recipes.core.costs.block_costs import Measurement, Workload, kinds_of, measure
+from memsave_recipes.core.costs.compiled_layers import CompilerOfTarget
 from memsave_recipes.core.costs.fake_step import (
     FakeInstruments,
     KernelRun,
@@ -105,6 +106,7 @@ class Estimator:
         workspace_of = Workspaces().of if target.device_type == "cpu" else cuda_workspace
         self._instruments = FakeInstruments(target.device, seconds_of=target.seconds, workspace_of=workspace_of)
         self._kinds = cache(partial(kinds_of, model))
+        self._compiler = CompilerOfTarget(target, partial(cuda_kernels, target))
 
     def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:
         """Run once under each plan, which gives its bytes and its seconds at once.
@@ -160,6 +162,8 @@ class Estimator:
             cuda_kernels(self.target),
             simulated_offloading(self.target, clock),
             simulated_exchanges(clock, self.bytes_per_s_between),
+            self._compiler.compiling(clock),
+            nullcontext() if self.target.device_type == "cpu" else replaced(apply, "check_compiler", lambda model: None),
         ):
             yield
 

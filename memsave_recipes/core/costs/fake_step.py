@@ -253,8 +253,13 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a step that is read: without torch's guard against that, operators take less time."""
+        """Without torch's guard of code in modes against compilers, operators take less time."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Layers are compiled as without it (``compiled_layers.py``)."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

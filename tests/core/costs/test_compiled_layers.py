@@ -1,0 +1,105 @@
+"""Compiled layers that nobody compiles to the end: what torch's compiler saves, takes and moves in a run."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.vit.modeling_vit import ViTLayer
+from workloads import CPU, workload_of
+
+from memsave_recipes.core.activations.compiled import Region
+from memsave_recipes.core.costs.block_costs import measure
+from memsave_recipes.core.costs.compiled_layers import CompilerOfTarget
+from memsave_recipes.core.costs.estimate import Estimator, cuda_kernels, cuda_workspace, fake_batch, fake_model
+from memsave_recipes.core.costs.fake_step import FakeInstruments, SimulatedClock
+from memsave_recipes.core.costs.targets import Target, find_target
+from memsave_recipes.core.costs.trace_events import DeviceInstruments
+from memsave_recipes.core.plans import plan_for
+from memsave_recipes.models.packed_attention import BY_DOCUMENT, Documents
+
+WIDTH, LENGTH, BATCH = 64, 64, 6
+RATIOS = (1, 0.7, 0.5, 0.3, 0)
+BF16 = torch.bfloat16
+SIZES = {"hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
+LAYERS = {
+    "gpt2": (GPT2Block, GPT2Config(n_embd=WIDTH, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+    "llama": (LlamaDecoderLayer, LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "vit": (ViTLayer, ViTConfig(**SIZES)),
+    "bert": (BertLayer, BertConfig(**SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+}
+
+
+class Layers(nn.Module):
+    """Layers of a model of transformers, one after the other."""
+
+    def __init__(self, name):
+        super().__init__()
+        kind, config = LAYERS[name]
+        config._attn_implementation = "sdpa"
+        self.layers = nn.ModuleList(kind(config) if name in ("vit", "bert") else kind(config, layer_idx=0) for _ in "ab")
+        if name == "llama":
+            self.register_buffer("angles", torch.zeros(BATCH, LENGTH, WIDTH // 4))
+
+    def forward(self, hidden):
+        more = {"position_embeddings": (self.angles.cos(), self.angles.sin())} if hasattr(self, "angles") else {}
+        for layer in self.layers:
+            out = layer(hidden, **more)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return hidden
+
+
+def loss_of(model, hidden):
+    return model(hidden * 2).float().square().sum()
+
+
+def traces_of(name, ratios, dtype):
+    """The traces of a step, by ratio: as it runs, and as it is read on fake tensors."""
+    torch.manual_seed(0)
+    model, fake = Layers(name).train(), fake_model(partial(Layers, name)).train()
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    workload = workload_of(model, loss_of, hidden)
+    plans = [plan_for(one, workload.stacks) for one in ("none", *(f"compiled:{ratio}" for ratio in ratios))]
+
+    def forward():
+        with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+            return workload.forward()
+
+    real = measure(replace(workload, forward=forward), plans, instruments=DeviceInstruments(CPU, repetitions=1))
+    of_fake = workload_of(fake, loss_of, fake_batch(fake, {"hidden": hidden})["hidden"])
+    read = Estimator(fake, find_target("cpu"), dtype).estimate(of_fake, plans)
+    return [
+        [(plan.compiled_memory_ratio, trace) for plan, trace in one.traces if plan.compiled_memory_ratio is not None]
+        for one in (real, read)
+    ]
+
+
+def saved_bytes(trace):
+    return sum({storage: size for part in trace.parts if part.block for storage, size in part.saved.items()}.values())
+
+
+def peak_bytes(trace):
+    return max(reading.peak_bytes for reading in trace.memory)
+
+
+SLOW = [(name, dtype) for name in LAYERS for dtype in (None, BF16) if (name, dtype) != ("gpt2", BF16)]
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt2", BF16), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+)
+def test_bytes_are_never_predicted_low_and_are_near(name, dtype):
+    real, read = traces_of(name, RATIOS, dtype)
+    assert [ratio for ratio, _ in real] == [ratio for ratio, _ in read] == list(RATIOS)
+    for (ratio, ran), (_, predicted) in zip(real, read, strict=True):
+        print(name, dtype, ratio, saved_bytes(ran), saved_bytes(predicted), peak_bytes(ran), peak_bytes(predicted))
+    for (ratio, ran), (_, predicted) in zip(real, read, strict=True):
+        assert saved_bytes(ran) <= saved_bytes(predicted) <= 1.02 * saved_bytes(ran), ratio
+        assert peak_bytes(ran) <= peak_bytes(predicted) <= 1.03 * peak_bytes(ran), ratio
