@@ -119,8 +119,7 @@ class Built:
         if run.args.compile != AUTO:
             return task
         accelerator, on_cuda = run.accelerator, run.accelerator.device.type == "cuda"
-        is_estimated = run.args.searches and (run.args.in_shards or self.batches.layout.sequence_parallel > 1)
-        compiles = on_main_process(accelerator, lambda: on_cuda and not is_estimated and can_compile(self.bare))
+        compiles = on_main_process(accelerator, lambda: on_cuda and can_compile(self.bare))
         run.args = replace(run.args, compile=REGIONS if compiles else NONE)
         run.flags["compile"] = run.args.compile
         if on_cuda:

@@ -11,8 +11,9 @@ Notes: ``docs/design/costs.md``.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from operator import getitem
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memsave_recipes.core.activations.compiled import Region
+from memsave_recipes.core import losses
+from memsave_recipes.core.activations.compiled import MAX_GRAPHS, Region
 from memsave_recipes.core.costs.fake_step import SimulatedClock
 from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.targets import Target
@@ -237,13 +239,26 @@ class CompilerOfTarget:
         """Compile layers with it, inside; ``clock`` is that of the step."""
 
         def run(region: Region, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            known = self._regions.setdefault(region.ratio, region)
-            with self._without_modes(), self._as_torch_compiles():
-                return run_compiled(known, method, *args, **kwargs)
+            return self._run(run_compiled, self._regions.setdefault(region.ratio, region), method, *args, **kwargs)
 
         self._clock = clock
-        with replaced(Region, "run", run), replaced(Region, "is_observed", lambda *_: False):
+        with (
+            replaced(Region, "run", run),
+            replaced(Region, "is_observed", lambda *_: False),
+            replaced(losses, "_compiled", lambda: partial(self._run, self._loss)),
+        ):
             yield
+
+    @cached_property
+    def _loss(self) -> Callable[..., Any]:
+        """Compile a copy, so that the loss itself has no graphs of fake tensors; only on CUDA is it compiled."""
+        code = losses._fused.__code__
+        names = {**vars(losses), "_sums_come_out": lambda factor: factor.itemsize < torch.float32.itemsize}
+        return torch.compile(FunctionType(code.replace(co_name=f"{code.co_name}_on_target"), names))
+
+    def _run(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._without_modes(), self._as_torch_compiles():
+            return compiled(*args, **kwargs)
 
     @contextmanager
     def _without_modes(self) -> Iterator[None]:
@@ -265,7 +280,7 @@ class CompilerOfTarget:
                 return compile_graphs(*args, **kwargs)
 
         with ExitStack() as stack:
-            stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+            stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False, recompile_limit=MAX_GRAPHS))
             stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
             stack.enter_context(config.patch({"force_disable_caches": True, **({} if on_cpu else AS_ON_CARDS)}))
             stack.enter_context(replaced(compile_fx, "compile_fx", compiled))

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.core.activations import apply, tiles
+from memsave_recipes.core.activations.compiled import check_compiler
 from memsave_recipes.core.activations.offload import OffloadEngine
 from memsave_recipes.core.activations.spans import RUN
 from memsave_recipes.core.activations.streaming import WeightStream, stream_of, stream_weights
@@ -155,6 +156,7 @@ class Estimator:
     @contextmanager
     def _simulating(self, model: nn.Module, clock: SimulatedClock) -> Iterator[None]:
         """Put the target's kernels, copies and exchanges in place of this CPU's."""
+        on_cpu = self.target.device_type == "cpu"
         if (stream := stream_of(model)) is not None:
             stream.copies = SimulatedStream(clock, self.target.host_bytes_per_s)
         with (
@@ -163,7 +165,7 @@ class Estimator:
             simulated_offloading(self.target, clock),
             simulated_exchanges(clock, self.bytes_per_s_between),
             self._compiler.compiling(clock),
-            nullcontext() if self.target.device_type == "cpu" else replaced(apply, "check_compiler", lambda model: None),
+            replaced(apply, "check_compiler", check_compiler if on_cpu else lambda model: None),
         ):
             yield
 

@@ -20,7 +20,12 @@ from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.core.costs.targets import Target, find_target, target_of
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.planner.budget import overheads_of_target, plans_to_measure, usable_bytes
+from memsave_recipes.core.planner.budget import (
+    has_layers_to_compile,
+    overheads_of_target,
+    plans_to_measure,
+    usable_bytes,
+)
 from memsave_recipes.core.planner.search import Candidate, Choice, Room, SearchSpace, open_layouts, search, search_space
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.processes import ahead
@@ -260,11 +265,19 @@ def choose_for_target(
     """
     estimates = Estimates(task, launch)
     space = replace(space_of(task, launch, estimates.model, budget_bytes), plan=plan)
-    plans_of = plans_of_space(space, launch)
     layouts, losses = layouts_of(task, launch.num_processes), task.losses_on(launch.target.device_type)
 
+    without_ratios = space if space.plan is not None else replace(space, compiled_ratios=())
+
+    def of_space(space: SearchSpace, layout: BatchLayout, loss: str | None) -> list[Candidate]:
+        return candidates(space, estimates.of(layout, loss, plans_of_space(space, launch)), layout, loss)
+
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
-        return (candidates(space, estimates.of(layout, loss, plans_of), layout, loss) for layout in layouts)
+        """Compile with each ratio, which takes seconds, only where layers that save all do not fit."""
+        for layout in layouts:
+            found = of_space(without_ratios, layout, loss)
+            is_enough = space.strategy != "budget" or any(one.fits and one.strategy == "none" for one in found)
+            yield found if is_enough or not space.compiled else of_space(space, layout, loss)
 
     with ExitStack() as processes:
         of_losses = {loss: estimated(loss) for loss in losses}
@@ -281,19 +294,13 @@ def choose_for_target(
 
 
 def plans_of_space(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:
-    """Return what lists the plans under which a workload has to run for the strategy of ``space``.
-
-    Raises:
-        InputError: a strategy that compiles.
-    """
-    if space.strategy.startswith("compiled"):
-        words = "compiled layers are measured in a run, not estimated: plan with budget"
-        raise InputError(f"strategy {space.strategy}: {words}")
+    """Return what lists the plans under which a workload has to run for the strategy of ``space``."""
     return partial(
         plans_to_measure,
         space.strategy,
         device_type=launch.target.device_type,
         compiled=space.compiled,
+        ratios=space.compiled_ratios,
         micro_batch_size=space.micro_batch_size,
     )
 
@@ -316,6 +323,7 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
         room,
         num_processes=launch.num_processes,
         device_type=target.device_type,
+        compiled=task.run.compiles_on(target.device_type) and has_layers_to_compile(model),
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )

@@ -355,7 +355,6 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SMALL, "--target_memory", "0GiB"], "--target_memory 0.0: must be above 0"),
         ([*SMALL, "--target", "a100", "--num_processes", "0"], "--num_processes 0: must be"),
         ([*SMALL, "--target", "a100", "--memory_budget_gib", "-1"], "--memory_budget_gib -1.0: must be"),
-        ([*SMALL, "--target", "a100", "--activation_checkpointing", "compiled"], "measured in a run, not estimated"),
         ([*SMALL, "--target", "cpu", "--mixed_precision", "fp16"], "fp16 does not work on the CPU"),
         ([*SMALL, "--target", "a100", "--microbatch_size", "4"], "did you mean --micro_batch_size?"),
         ([*SMALL, "--target", "a100", "--micro_batch_size", "none"], "--micro_batch_size none: must be"),
