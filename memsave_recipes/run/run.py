@@ -41,7 +41,7 @@ from memsave_recipes.run.trackers import alert, finish_trackers, resolve_tracker
 from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.tools.compare import compare, read_run
 from memsave_recipes.tools.pages.comparison import show
-from memsave_recipes.training.arguments import RecipeArguments
+from memsave_recipes.training.arguments import PRECISIONS, RecipeArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.checkpoints import locked_run_folder
 from memsave_recipes.training.checkpoints.resume import (
@@ -85,7 +85,7 @@ class Run:
     def __init__(self, args: Any, recipe: str, path: Path, earlier: dict[str, Any] | None) -> None:
         self.args, self.recipe, self.path, self.earlier = args, recipe, path, earlier
         self.notices: list[str] = []
-        precision = "fp16" if args.dtype == "float16" else None  # else that of the launch
+        precision = PRECISIONS.get(args.dtype)  # else that of the launch
         log_with = resolve_trackers(args.report_to, path)
         self.launch = {"mixed_precision": precision, "log_with": log_with}
         self._lock, self._signals = ExitStack(), ExitStack()

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.masters import masters_beside_weights
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.shards import callable_in_parts
 from memsave_recipes.core.step.batch_layout import Batch
@@ -346,7 +347,8 @@ class TrainingRun:
         decay = self.args.ema_decay
         if decay is None or self.args.eval_only:
             return None
-        return WeightAverage(self.accelerator.unwrap_model(self.prepared.model), decay)
+        masters = masters_beside_weights(self.prepared.optimizer)
+        return WeightAverage(self.accelerator.unwrap_model(self.prepared.model), decay, masters)
 
     def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
         """Yield what is printed before the first step."""

@@ -13,7 +13,7 @@ from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.plans.plan import TILED_STRATEGIES
 from memsave_recipes.core.sharding.groups import FULL, NONE
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, REGIONS, OptimizerSettings
+from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, REGIONS, OptimizerSettings
 from memsave_recipes.core.text import read_json
 from memsave_recipes.training.exact.settings import ExactSettings
 
@@ -59,14 +59,18 @@ IN_ANOTHER_ORDER = "ranks add gradients in another order"
 MAX_NAME = 128
 NOT_IN_A_PROJECT = set("/\\#?%:")
 """The characters that W&B refuses in the name of a project; the length is its own as well."""
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+BFLOAT16_MASTER: Final = "bfloat16_master"
+Dtype = Literal["auto", "float32", "bfloat16", "bfloat16_master", "float16", "float64"]
 DTYPES: dict[Dtype, torch.dtype] = {
     "auto": torch.bfloat16,  # until the device is known
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    BFLOAT16_MASTER: torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
 }
+PRECISIONS = {"float16": "fp16", BFLOAT16_MASTER: "no"}
+"""Mixed precision under values of ``--dtype``, in place of that of the launch."""
 
 
 @dataclass(kw_only=True)
@@ -184,8 +188,8 @@ class RunArguments(TrackerArguments, ExactSettings):
     )
     dtype: Dtype = option(
         "float32",
-        "dtype of the parameters; auto: bfloat16, or float16 on a GPU without it; mixed precision "
-        "is set at launch, and is fp16 with float16",
+        "dtype of the parameters; auto: bfloat16, or float16 on a GPU without it; bfloat16_master: bfloat16, updated "
+        "in float32; mixed precision is set at launch, but is fp16 with float16 and none with bfloat16_master",
         resume="chosen",
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = option(
@@ -448,7 +452,8 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
                 f"--bf16_stochastic_round is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16 "
                 "or leave it out"
             )
-        if self.ema_decay is not None and self.dtype in ("auto", "bfloat16", "float16"):
+        steps_there = self.has_masters and self.offload_optimizer == "step"
+        if self.ema_decay is not None and (steps_there or self.dtype in ("auto", "bfloat16", "float16")):
             raise InputError(
                 f"--ema_decay averages in the dtype of the weights, and --dtype {self.dtype} rounds its small changes "
                 "away: take --mixed_precision bf16 or fp16 in place of --dtype"
@@ -459,10 +464,24 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
                 "--dtype float16 loses small updates of weights that train: add --lora, or --offload_optimizer step, "
                 "which updates in float32, or take --mixed_precision fp16 in place of --dtype"
             )
+        if self.has_masters and self.bitwise_topology:
+            raise InputError(
+                f"--dtype {BFLOAT16_MASTER} has not been tried with --bitwise_topology: leave one of them out"
+            )
         if self.in_shards:
             self._check_parts_of_shards()
         if self.eval_only and self.resume:
             raise InputError("--eval_only trains nothing, so --resume has nothing to continue: leave it out")
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether ``--dtype`` asks for float32 masters."""
+        return self.dtype == BFLOAT16_MASTER
+
+    @property
+    def reductions(self) -> tuple[bool, ...]:
+        """As of all settings; with masters gradients are reduced, in float32, in every micro-batch."""
+        return (False,) if self.has_masters else super().reductions
 
     def _check_parts_of_shards(self) -> None:
         """``--shard`` goes without what a recipe or an optimizer does to whole weights."""
@@ -471,6 +490,9 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         reasons = {
             "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
+            f"--dtype {BFLOAT16_MASTER} goes without --reduce_gradients {PER_STEP}": (
+                self.has_masters and self.reduce_gradients == PER_STEP
+            ),
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
             "--stream_weights keeps whole weights on the host": flags.get("stream_weights", "none") != "none",
             "use_dora of --lora_config measures the rows of whole weights": bool(entries.get("use_dora")),

@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from memsave_recipes.core.activations.streaming import stream_of, streamed_parameters
 from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.host.masters import Masters, attach_masters
 from memsave_recipes.core.host.state import keep_state_on_host, may_leave
 from memsave_recipes.core.host.step import HostMasters, masters_of, masters_on_host, step_masters
 from memsave_recipes.core.sharding.groups import NONE
@@ -75,11 +76,15 @@ def make_optimizer(
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
     trained = trained_parameters(model)
-    parameters, masters = decay_groups(optim, model, trained), None
     offloads = optim.offload_optimizer != NONE and may_leave(_device_of(model))
-    if offloads and optim.offload_optimizer == "step":
-        masters = _masters(optim, model, trained)
-        parameters = [{**group, "params": [masters.of[one] for one in group["params"]]} for group in parameters]
+    masters = _masters(optim, model, trained, on_host=offloads and optim.offload_optimizer == "step")
+
+    def groups(share: list[nn.Parameter]) -> list[dict[str, Any]]:
+        of = {} if masters is None else masters.of
+        found = decay_groups(optim, model, share)
+        return [{**group, "params": [of.get(one, one) for one in group["params"]]} for group in found]
+
+    parameters = groups(trained)
     rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
     of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2)}
     optimizer: Optimizer
@@ -98,11 +103,11 @@ def make_optimizer(
             optimizer = _adamw_8bit(parameters, **of_adamw)
         case "muon":
             shares = parameters_by_optimizer("muon", model).values()
-            matrices, others = (decay_groups(optim, model, share) for share in shares)
+            matrices, others = map(groups, shares)
             optimizer = MuonWithAdamW(matrices, others, **of_adamw)
         case _:
             optimizer = AdamW(parameters, fused=True, **of_adamw)
-    if masters is not None:
+    if isinstance(masters, HostMasters):
         # Whether a gradient is that of the step, or a part of its sum, as soon as it is there.
         leaves = layout is None or (
             (layout.num_processes == 1 or is_sharded(model)) and layout.needs_all_gradients is None
@@ -112,12 +117,19 @@ def make_optimizer(
         return optimizer
     if offloads:
         keep_state_on_host(optimizer)
-    if optim.optimizer_in_backward:
+    if masters is not None:
+        attach_masters(optimizer, masters, in_backward=optim.optimizer_in_backward)
+    elif optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
 
 
-def _masters(optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter]) -> HostMasters:
+def _masters(
+    optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter], *, on_host: bool
+) -> Masters | None:
+    """Those that the flags ask for; of weights in shards the shards are masters."""
+    if not on_host:
+        return Masters(trained) if optim.has_masters and not is_sharded(model) else None
     dtype = None if optim.bf16_stochastic_round else torch.float32
     return masters_on_host(trained, _device_of(model), dtype, streamed_parameters(model))
 
@@ -169,7 +181,8 @@ def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | 
     """
     shares = parameters_by_optimizer(optim.update_rule, model).items()
     found = [(rule, local(one).detach()) for rule, share in shares for one in share if one.dtype == torch.bfloat16]
-    if optim.update_rule in ("sgd", "adamw_bf16") or optim.offload_optimizer == "step" or not found:
+    has_masters = optim.has_masters or optim.offload_optimizer == "step"
+    if optim.update_rule in ("sgd", "adamw_bf16") or has_masters or not found:
         return None
     num_lost = 0
     for rule, weight in found:

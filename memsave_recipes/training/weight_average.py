@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memsave_recipes.core.activations.streaming import stream_of
+from memsave_recipes.core.host.masters import Masters
 from memsave_recipes.core.sharding.tensors import cut_like, local, locals_of
 from memsave_recipes.core.step.memory import averaged_tensors
 
@@ -23,13 +24,16 @@ class WeightAverage:
     Args:
         model: not wrapped by DDP.
         decay: of the average in a step, in (0, 1).
+        masters: on the device, which are averaged in place of their weights.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.tensors = {name: tensor.detach().clone() for name, tensor in averaged_tensors(model).items()}
+    def __init__(self, model: nn.Module, decay: float, masters: Masters | None = None) -> None:
+        self._masters = masters
         self.num_updates = 0
         self._model = model
-        self._live = averaged_tensors(model)
+        of: dict[Any, nn.Parameter] = {} if masters is None else masters.of
+        self._live = {name: of.get(tensor, tensor) for name, tensor in averaged_tensors(model).items()}
+        self.tensors = {name: tensor.detach().clone() for name, tensor in self._live.items()}
         self._average = get_ema_multi_avg_fn(decay)
         self._is_applied = False
 
@@ -92,6 +96,8 @@ class WeightAverage:
             before = weight.clone()
             weight.copy_(average)
             average.copy_(before)
+        if self._masters is not None:
+            self._masters.send(list(self._masters.of.values()))
         self._is_applied = applied
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -201,7 +201,10 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))
+    """Yield it, with the masters of weights in fewer bits."""
+    masters = getattr(optimizer, "masters", None)
+    yield from () if masters is None else filter(masters.is_saved, masters.of.values())
+    yield from (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))
 
 
 def _on_device(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,19 @@ from torch.amp import GradScaler
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from memsave_recipes.core.activations.offload import Copies, SideStream
 from memsave_recipes.core.activations.streaming import WeightStream
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.masters import (
+    Masters,
+    OptimizerOfMasters,
+    attach_masters,
+    identity_of,
+    masters_in,
+    weakly,
+)
 from memsave_recipes.core.host.state import ALIGNMENT, PinnedMemory, first_device, may_leave, pieces_of, refuse_unfit
 from memsave_recipes.core.plans.chain import allocated_bytes
 from memsave_recipes.core.sharding.tensors import is_sharded, local, norms_over_ranks, with_part
@@ -37,8 +43,6 @@ STAGED_BYTES = 2**27
 """Of pinned memory for copies that are read, or cast, by the host; more if a single one is larger."""
 NUM_KEYS, KEY = 61, 6364136223846793005
 """Of a digest: a prime, so that no row of a weight has this length, and the multiplier of Knuth's MMIX."""
-MASTERS = "masters"
-"""The key of the masters in a saved state, by the numbers of their parameters; torch's optimizers pass over it."""
 
 
 class Away(Tensor):
@@ -68,7 +72,7 @@ class Away(Tensor):
         return args[0]
 
 
-class HostMasters:
+class HostMasters(Masters):
     """The masters of parameters on a device, and their gradients on the host: NOTE [ steps on the host ].
 
     Args:
@@ -90,17 +94,13 @@ class HostMasters:
         down: Copies,
         waiting: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._up, self._down, self._dtype = up, down, dtype
+        self._up, self._down = up, down
         self._waiting = set(waiting)
         self._memory = PinnedMemory(down.empty_on_host)
-        self.of: dict[nn.Parameter, nn.Parameter] = {}
-        self.when_thawed: Callable[..., None] = lambda: None
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._weights: dict[Tensor, nn.Parameter] = {}
         self._all: list[nn.Parameter] = []
         self._stream: WeightStream | None = None
         self._made: set[Tensor] = set()
-        self._known: dict[nn.Parameter, tuple[Any, ...]] = {}
         self._digests: dict[nn.Parameter, int] = {}
         self._sent: list[nn.Parameter] = []
         self._sent_digests: Callable[[], dict[nn.Parameter, int]] = dict
@@ -109,12 +109,11 @@ class HostMasters:
         self._leaves_in_backward = False
         self._last: Any = None
         self._thread = ThreadPoolExecutor(1, "gradients")
-        self._step_one: Callable[[Tensor], Any] | None = None
         self._stepping: dict[Tensor, Future[Any]] = {}
         self._checked: Future[None] = Future()
         self._nodes: list[Node] = []
         self._ring = _Ring(0, down.empty_on_host)
-        self.add(parameters)
+        super().__init__(parameters, dtype)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make masters of more parameters; of those that are frozen when they have a gradient."""
@@ -122,11 +121,10 @@ class HostMasters:
         weights = [one for one in parameters if one.requires_grad]
 
         def empty_like(weight: nn.Parameter) -> Tensor:
-            dtype = torch.promote_types(weight.dtype, self._dtype or weight.dtype)
-            return with_part(self._memory.empty_like(local(weight.detach()), dtype), weight)
+            return with_part(self._memory.empty_like(local(weight.detach()), self.dtype_for(weight)), weight)
 
         def master(weight: nn.Parameter) -> nn.Parameter:
-            is_one = weight in self._waiting and weight.dtype == (self._dtype or weight.dtype)
+            is_one = weight in self._waiting and weight.dtype == self.dtype_for(weight)
             return weight if is_one else nn.Parameter(empty_like(weight))
 
         self._settle()
@@ -147,7 +145,7 @@ class HostMasters:
     def _hook(self, weights: Iterable[nn.Parameter]) -> None:
         for weight in weights:
             if weight not in self._waiting:
-                weight.register_post_accumulate_grad_hook(_weakly(self._leave))
+                weight.register_post_accumulate_grad_hook(weakly(self._leave))
 
     def leave_stream(self, stream: WeightStream) -> None:
         """Take the gradients of weights that ``stream`` brings to the device."""
@@ -158,13 +156,22 @@ class HostMasters:
         self._step_one = step
         for weight in self._waiting.intersection(self.of):
             node = get_gradient_edge(weight).node  # runs once, after all uses of the weight in a backward
-            node.register_hook(partial(_weakly(self._step_soon), weight))
+            node.register_hook(partial(weakly(self._step_soon), weight))
             self._nodes.append(node)
 
     def _step_soon(self, weight: nn.Parameter, *_: Any) -> None:
         master = self.of[weight]
         if self._step_one is not None and master.grad is self._sums[weight]:
             self._stepping[master] = self._thread.submit(_step_after, self._last, self._step_one, master)
+
+    def pieces(self, masters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return those of a group in pieces: while one is stepped, the one before travels."""
+        return pieces_of(masters)
+
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group's settings for a step on the host."""
+        on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
+        return {**on_host, "capturable": False} if "capturable" in group else on_host  # by a graph of the device
 
     def stepped(self) -> Iterator[Tensor]:
         """Yield the masters that the backward lets step, each when that is done."""
@@ -182,10 +189,8 @@ class HostMasters:
     @torch.no_grad()
     def load(self, saved: Mapping[Tensor, Tensor]) -> None:
         """Give masters the bits of those ``saved``; the next step compares all of them with their weights."""
-        self._known.clear()
+        super().load(saved)
         self._made = {master for master in saved if master in self._weights}
-        for master in self._made:
-            local(master).copy_(local(saved[master]))
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -236,18 +241,9 @@ class HostMasters:
 
         return read
 
-    def _renew(self, weight: nn.Parameter, *, is_known: bool) -> None:
-        """Give the master the bits of its weight, if that may have others than its own, rounded."""
-        master, identity = local(self.of[weight]), _identity(weight)
-        if (is_known and self._known.get(weight) == identity) or self.of[weight] is weight:
-            return
-        now = local(weight.detach())
-        if self.is_saved(self.of[weight]):
-            now = now.to(master.device)
-            now = torch.where(master.to(now.dtype) == now, master, now)
-        master.copy_(now)
+    def _renew(self, weight: nn.Parameter, *, is_known: bool = True) -> None:
+        super()._renew(weight, is_known=is_known)
         self._made.add(self.of[weight])
-        self._known[weight] = identity
 
     @torch.no_grad()
     def clip(self, max_norm: float, unscale: Callable[[], Any] | None = None) -> Tensor:
@@ -360,9 +356,7 @@ class HostMasters:
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     """What differs after a write to ``tensor``, unless its version does not count that, as of ``.data``."""
     part = local(tensor)
-    if isinstance(part, Away):
-        return part.is_zero, part.added is None
-    return StorageWeakRef(part.untyped_storage()), tensor._version, part._version
+    return (part.is_zero, part.added is None) if isinstance(part, Away) else identity_of(tensor)
 
 
 def _digest(part: Tensor, keys: Tensor) -> Tensor:
@@ -390,17 +384,6 @@ def _averaged(gradient: Tensor) -> Tensor:
     mean = gradient * (1 / num_ranks)
     dist.all_reduce(mean)
     return mean
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Call a method for as long as its object is there: a cycle through a hook of a parameter is never freed."""
-    of_object = WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (bound := of_object()) is not None:
-            bound(*args)
-
-    return call
 
 
 @torch.no_grad()
@@ -462,93 +445,6 @@ def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-class _OptimizerOfMasters(Optimizer):
-    """What ``step_masters`` puts before the methods of an optimizer."""
-
-    masters: HostMasters
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every master that has a gradient, and send it to the device; return the loss of ``closure``, if any.
-
-        The gradients are used up: trainers clear those of their model.
-        """
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        self.masters.collect()
-        for piece in self._stepped_pieces():
-            self.masters.send(piece)
-        self.masters.arrive()
-        super().zero_grad()
-        self.masters.clear()
-        return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # so torch calls hooks for each piece, not around the thread's
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, on the host and on the device."""
-        self.masters.clear()
-        super().zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does, of weights on the device."""
-        super().add_param_group(param_group)
-        weights = self.param_groups[-1]["params"]
-        if any(one in self.masters.of for one in weights):
-            del self.param_groups[-1]
-            raise ValueError("some parameters appear in more than one parameter group")
-        self.masters.add(weights)
-        self.take_over()
-
-    def take_over(self) -> None:
-        """Step masters in place of their weights, whose state they get."""
-        saved = super().state_dict()
-        for group in self.param_groups:
-            group["params"] = [self.masters.of.get(one, one) for one in group["params"]]
-        super().load_state_dict(saved)
-
-    def _stepped_pieces(self) -> Iterator[list[Tensor]]:
-        """Step what the backward has not; yield all that is stepped, piece by piece."""
-        yield from ([master] for master in self.masters.stepped())
-        for group in self.param_groups:
-            for piece in pieces_of(master for master in group["params"] if master.grad is not None):
-                self._step_piece(group, piece)
-                yield piece
-
-    def _step_piece(self, group: dict[str, Any], piece: list[Tensor]) -> None:
-        groups = self.param_groups
-        on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
-        if "capturable" in group:  # by a graph of the device
-            on_host["capturable"] = False
-        self.param_groups = [{**on_host, "params": piece}]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
-
-    def _step_in_backward(self, number_of_group: int, master: Tensor) -> None:
-        self._step_piece(self.param_groups[number_of_group], [master])
-        master.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the masters that have more bits than their weights."""
-        saved = super().state_dict()
-        wide = {number: one for number, one in enumerate(self._stepped) if self.masters.is_saved(one)}
-        return {**saved, MASTERS: wide} if wide else saved
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict``, also of an optimizer on the device, before or after the weights."""
-        state = {number: dict(entry) for number, entry in state_dict["state"].items()}
-        saved = {number: entry.pop("master") for number, entry in state.items() if "master" in entry}  # by 0.3
-        saved |= state_dict.get(MASTERS, {})
-        super().load_state_dict({**state_dict, "state": state})
-        self.masters.load({one: saved[number] for number, one in enumerate(self._stepped) if number in saved})
-
-    @property
-    def _stepped(self) -> list[nn.Parameter]:
-        return [master for group in self.param_groups for master in group["params"]]
-
-
 def step_masters(
     optimizer: Optimizer,
     masters: HostMasters,
@@ -557,25 +453,18 @@ def step_masters(
     in_backward: bool = False,
     stream: WeightStream | None = None,
 ) -> None:
-    """Let ``optimizer``, which steps ``masters``, take their gradients from the device and send the weights there.
+    """Do as ``attach_masters`` does, with gradients that leave the device and weights that are sent there.
 
     Args:
         leave_in_backward: let a gradient leave as soon as it is there: not where several ranks, or an order of their
             own, make the sum.
-        in_backward: step each master beside the rest of the backward, which is the only one of a step.
         stream: of weights that wait on the host.
     """
-    kind, stepping = type(optimizer), cast(_OptimizerOfMasters, optimizer)
-    optimizer.__class__ = type(kind.__name__, (_OptimizerOfMasters, kind), {"masters": masters})
-    if in_backward:
-        numbers = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-        masters.step_in_backward(lambda master: stepping._step_in_backward(numbers[master], master))
+    attach_masters(optimizer, masters, in_backward=in_backward)
     if stream is not None:
         masters.leave_stream(stream)
-    masters.when_thawed = _weakly(stepping.take_over)
     if leave_in_backward:
         masters.leave_in_backward()
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # nothing on the device says found_inf
 
 
 def step_on_host(model: nn.Module, optimizer: Optimizer) -> HostMasters | None:
@@ -610,7 +499,7 @@ def step_on_host(model: nn.Module, optimizer: Optimizer) -> HostMasters | None:
     masters = masters_on_host(in_order, device, torch.float32)
     reduces_first = dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model)
     step_masters(optimizer, masters, leave_in_backward=not reduces_first)
-    cast(_OptimizerOfMasters, optimizer).take_over()
+    cast(OptimizerOfMasters, optimizer).take_over()
     return masters
 
 
@@ -634,6 +523,6 @@ def masters_on_host(
 
 
 def masters_of(optimizer: Optimizer | None) -> HostMasters | None:
-    """Return the masters that ``optimizer`` steps, if any; Accelerate may have wrapped it."""
-    masters: HostMasters | None = getattr(getattr(optimizer, "optimizer", optimizer), "masters", None)
-    return masters
+    """Return the masters on the host that ``optimizer`` steps, if any; Accelerate may have wrapped it."""
+    masters = masters_in(optimizer)
+    return masters if isinstance(masters, HostMasters) else None

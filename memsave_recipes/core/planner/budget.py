@@ -42,6 +42,7 @@ from memsave_recipes.core.plans.solver import smallest_feasible, solve
 from memsave_recipes.core.sharding.units import largest_shards
 from memsave_recipes.core.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.core.step.memory import (
+    as_stepped,
     averaged_tensors,
     clipping_bytes,
     losses_bytes,
@@ -191,7 +192,7 @@ def static_memory_of(
         num_shards: ranks that the weights are cut up over; ``None``: each rank has all of them.
     """
     on_cpu = device_type == "cpu"
-    trained: Sequence[Tensor] = trained_parameters(model)
+    trained: Sequence[Tensor] = as_stepped(optim, trained_parameters(model), on_cpu=on_cpu)
     if num_shards is not None:
         trained = largest_shards(trained, num_shards)
     gradients = _allocated_bytes(trained, on_cpu)
@@ -215,7 +216,8 @@ def static_memory_of(
     if num_shards is None:
         return _with_gradients(static, optim, layout, trained, on_host, device_type)
     weights = list(model.parameters())
-    kept = _allocated_bytes(largest_shards(weights, num_shards), on_cpu)
+    frozen = largest_shards((one for one in weights if not one.requires_grad), num_shards)
+    kept = _allocated_bytes([*trained, *frozen], on_cpu)
     sums = gradients if accumulates else 0
     if gradients_leave(optim, device_type):
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)

@@ -32,6 +32,7 @@ from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.sharding.groups import ShardGroups, check_precision
 from memsave_recipes.core.sharding.units import modules_outside_blocks
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout
+from memsave_recipes.core.step.memory import has_master, trained_parameters
 from memsave_recipes.core.step.settings import OptimizerSettings, StepSettings
 from memsave_recipes.core.text import GIB
 
@@ -145,6 +146,10 @@ def fake_planned_model(task: Task, target: Target) -> nn.Module:
     model = fake_model(task.planned_model)
     if task.stream_weights and target.device_type != "cpu":
         stream_on_target(model, trained=task.streamed == ALL)
+    on_cpu = target.device_type == "cpu"
+    for weight in trained_parameters(model) if not task.run.in_shards else ():
+        if has_master(task.optim, weight, on_cpu=on_cpu):
+            weight.grad_dtype = torch.float32
     return model
 
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memsave_recipes.core.host.masters import reduce_in_float32
+
 Key = tuple[str, str]
 """Kind and name: ``("gradient", "features.0.weight")``."""
 
@@ -222,7 +224,9 @@ def reducer_of_its_own(model: nn.Module) -> AbstractContextManager[None]:
     """Replace DDP's reducer meanwhile: a copy of a DDP shares the module inside and makes a reducer for it."""
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
-    return swap_contents(model, dict(vars(copy.copy(model))))
+    other = copy.copy(model)
+    reduce_in_float32(other)
+    return swap_contents(model, dict(vars(other)))
 
 
 @contextmanager

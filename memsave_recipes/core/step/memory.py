@@ -38,6 +38,7 @@ TILE = 64  # rows and columns: oneDNN packs matrices of bfloat16 in whole tiles
 ACCUMULATORS = 2**15  # bytes of a thread of oneDNN
 MOST_PACKED = 2**21, 192  # bytes that a thread packs at a time, at most, or of every row of a long matrix
 TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
+RENEWED_BYTES = 2 + 4 + 4 + 1  # of each number of a weight that is compared with its master
 NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
 NUMBERS_OF_A_LOSS = 8  # likewise: what counts in it, its weighted sum, and what that is made of
 NUMBER_BYTES = 4
@@ -175,10 +176,11 @@ def optimizer_memory(
         updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
         return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
     waits = optim.offload_optimizer != NONE and not on_cpu
+    masters = [one for share in shares.values() for one in share if has_master(optim, one, on_cpu=on_cpu)]
     pieces = [
         _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
         for name, share in shares.items()
-        for parameters in _stepped_together(optim, model, share, num_ranks, waits=waits)
+        for parameters in _stepped_together(optim, model, share, num_ranks, waits=waits, on_cpu=on_cpu)
     ]
     visits = [piece.visits_bytes for piece in pieces]
     needs = [piece.update_bytes + piece.visits_bytes for piece in pieces]
@@ -190,14 +192,39 @@ def optimizer_memory(
     else:  # the state of the next piece is copied ahead
         needs = [need + following for need, following in zip(needs, [*visits[1:], 0], strict=True)]
         awaited = sum(map(max, pairwise([0, *visits, 0])))
+    if masters and num_ranks is None:
+        needs.append(max(one.numel() for one in masters) * RENEWED_BYTES)
+    kept = [] if num_ranks is not None else [NUMBER_BYTES * one.numel() for one in masters]
     counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
     return OptimizerMemory(
-        state_bytes=counters + sum(piece.stays_bytes for piece in pieces),
+        state_bytes=counters + sum(piece.stays_bytes for piece in pieces) + allocated_bytes(kept, on_cpu=on_cpu),
         update_bytes=max(needs, default=0),
         in_backward=in_backward,
         host_bytes=pinned_bytes(size for piece in pieces for size in piece.waiting),
         awaited_bytes=awaited,
     )
+
+
+def has_masters_beside_weights(optim: OptimizerSettings, *, on_cpu: bool) -> bool:
+    """Whether float32 masters are on the device; of weights in shards the shards are masters."""
+    return optim.has_masters and (on_cpu or optim.offload_optimizer != "step")
+
+
+def has_master(optim: OptimizerSettings, weight: Tensor, *, on_cpu: bool) -> bool:
+    """Whether a weight that trains has one of these."""
+    return has_masters_beside_weights(optim, on_cpu=on_cpu) and weight.element_size() < NUMBER_BYTES
+
+
+def as_stepped(optim: OptimizerSettings, weights: Iterable[Tensor], *, on_cpu: bool) -> list[Tensor]:
+    """Tensors like those that the optimizer steps on the device, and like their gradients; without memory for masters.
+
+    Only their shapes and dtypes count.
+    """
+
+    def stepped(weight: Tensor) -> Tensor:
+        return torch.empty(weight.shape, device="meta") if has_master(optim, weight, on_cpu=on_cpu) else weight
+
+    return list(map(stepped, weights))
 
 
 def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int | None, *, accumulates: bool) -> int:
@@ -235,12 +262,19 @@ def _updated_bytes(optim: OptimizerSettings, name: str, weight: nn.Parameter, nu
 
 
 def _stepped_together(
-    optim: OptimizerSettings, model: nn.Module, share: list[nn.Parameter], num_ranks: int | None, *, waits: bool
+    optim: OptimizerSettings,
+    model: nn.Module,
+    share: list[nn.Parameter],
+    num_ranks: int | None,
+    *,
+    waits: bool,
+    on_cpu: bool,
 ) -> Sequence[Sequence[Tensor]]:
     """The parameters of one update rule, in the order and the pieces in which they are stepped."""
-    groups = [group["params"] for group in decay_groups(optim, model, share)]
     if optim.optimizer_in_backward:
         return [[one] for one in reversed(share)]
+    found = decay_groups(optim, model, share)
+    groups = [as_stepped(optim, group["params"], on_cpu=on_cpu) for group in found]
     if waits:
         return [piece for group in groups for piece in pieces_of(group, num_ranks)]
     return [[one for group in groups for one in group]]
@@ -256,12 +290,13 @@ def _piece(
     on_cpu: bool,
 ) -> _Piece:
     """SGD, which is not fused for shards, adds the decay of the weights to a copy of the gradients."""
-    sizes = _state_sizes(name, parameters, optim.momentum, num_ranks)
+    stepped = as_stepped(optim, parameters, on_cpu=on_cpu)
+    sizes = _state_sizes(name, stepped, optim.momentum, num_ranks)
     smallest = SMALLEST_BYTES if waits else inf
     waiting = [size for size in sizes if size >= smallest]
-    copies = parameters if num_ranks and name == "sgd" and optim.weight_decay else []
+    copies = stepped if num_ranks and name == "sgd" and optim.weight_decay else []
     decayed = [part_numel(one, num_ranks or 1) * one.element_size() for one in copies]
-    update = update_bytes(name, parameters, on_cpu=on_cpu, num_ranks=num_ranks or 1)
+    update = update_bytes(name, stepped, on_cpu=on_cpu, num_ranks=num_ranks or 1)
     return _Piece(
         parameters=parameters,
         stays_bytes=allocated_bytes([size for size in sizes if size < smallest], on_cpu=on_cpu),

@@ -151,6 +151,11 @@ class OptimizerSettings:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
+    def has_masters(self) -> bool:
+        """Whether float32 masters of the weights are stepped (``core/host/masters.py``) where the weights are."""
+        return False
+
+    @property
     def update_rule(self) -> str:
         """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
         return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer

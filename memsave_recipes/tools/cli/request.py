@@ -33,6 +33,7 @@ from memsave_recipes.tools.cli.flags import CONFIGS, other_recipe, recipe_at_han
 from memsave_recipes.tools.fit.advice import budget_too_small
 from memsave_recipes.tools.fit.frontier import FrontierPoint, run_points
 from memsave_recipes.tools.fit.recipe_task import read_task
+from memsave_recipes.training.arguments import PRECISIONS
 from memsave_recipes.training.parsing import named_flags, underscored
 
 EXPECTED_SECONDS = (
@@ -156,7 +157,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     if named.get("dtype") == AUTO:
         named["dtype"] = target.half
         flags = (*without(flags, {"dtype": AUTO}), "--dtype", target.half)
-    precision = "fp16" if named.get("dtype") == "float16" else arguments.mixed_precision  # as in a run
+    precision = PRECISIONS.get(named.get("dtype", ""), arguments.mixed_precision)  # as in a run
     check_precision(precision, target)
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.host import step as host_step
+from memsave_recipes.core.host.masters import MASTERS, masters_beside_weights, masters_in
 from memsave_recipes.core.host.state import copies_on_host
 from memsave_recipes.core.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
 from memsave_recipes.core.step.memory import parameters_by_optimizer, state_bytes
@@ -117,6 +117,7 @@ class TrainState:
     ) -> None:
         self.model = accelerator.unwrap_model(model)
         self.stateful: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+        self._masters = masters_beside_weights(optimizer)
         if accelerator.scaler is not None:
             self.stateful["scaler"] = accelerator.scaler
         if average is not None:
@@ -133,8 +134,10 @@ class TrainState:
 
     def num_bytes_in_the_end(self, optimizer: str, momentum: float) -> int:
         """Return ``num_bytes()`` after a step, when ``--optimizer`` has made its state."""
-        shares = parameters_by_optimizer(optimizer, self.model)
-        state = sum(state_bytes(name, share, momentum=momentum) for name, share in shares.items())
+        shares, masters = parameters_by_optimizer(optimizer, self.model), masters_in(self.stateful["optimizer"])
+        of = {} if masters is None else masters.of
+        stepped = {name: [of.get(one, one) for one in share] for name, share in shares.items()}
+        state = sum(state_bytes(name, share, momentum=momentum) for name, share in stepped.items())
         trees = self._trees()
         state = max(state, num_bytes(trees.pop("optimizer")))
         return state + sum(num_bytes(tree) for tree in trees.values())
@@ -192,7 +195,7 @@ class TrainState:
         def owner(name: str) -> Tensor | None:
             stem, _, key = name.partition(".")
             match [stem, *key.split(".")]:
-                case ["optimizer", "state" | host_step.MASTERS, number, *_]:
+                case ["optimizer", kind, number, *_] if kind in ("state", MASTERS):
                     return stepped[int(number)]
                 case ["average", "tensors", *names]:
                     return weights.get(".".join(names))
@@ -209,7 +212,7 @@ class TrainState:
         """Cut whole state of an optimizer into shards, where its parameters are in shards."""
         stepped = self._stepped
         entries = [(entry, dict.fromkeys(entry, stepped[number])) for number, entry in saved["state"].items()]
-        entries.append((saved.get(host_step.MASTERS, {}), dict(enumerate(stepped))))
+        entries.append((saved.get(MASTERS, {}), dict(enumerate(stepped))))
         for entry, parameters in entries if self.is_sharded else ():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == parameters[key].shape:
@@ -218,7 +221,17 @@ class TrainState:
     def _trees(self) -> dict[str, PyTree]:
         frozen = self._frozen()
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
-        return {"model": weights, **{stem: one.state_dict() for stem, one in self.stateful.items()}}
+        trees = {"model": weights, **{stem: one.state_dict() for stem, one in self.stateful.items()}}
+        if self._masters is not None:
+            trees["model"] = weights | self._named_masters()
+            trees["optimizer"].pop(MASTERS, None)
+        return trees
+
+    def _named_masters(self) -> dict[str, nn.Parameter]:
+        """The masters on the device, in whose place a checkpoint has no weights, by the names of these."""
+        of = {} if self._masters is None else self._masters.of
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: of[weight] for name, weight in named if weight in of}
 
     def _frozen(self) -> dict[str, Tensor]:
         """The entries of ``state_dict`` that belong to frozen parameters, such as the scales of quantized ones."""
@@ -241,6 +254,8 @@ class TrainState:
         wrong = [*outcome.unexpected_keys, *(set(outcome.missing_keys) - self._frozen().keys())]
         if wrong:
             raise ValueError(f"{sorted(wrong)[0]} is in one of them only")
+        if self._masters is not None:
+            self._masters.load({master: weights[name] for name, master in self._named_masters().items()})
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

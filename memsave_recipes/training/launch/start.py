@@ -51,8 +51,9 @@ from memsave_recipes.core.activations.micro_batches import WrapperTensor
 from memsave_recipes.core.activations.offload import HOST_MEMORY
 from memsave_recipes.core.activations.streaming import resident_tensors, stream_of
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.masters import reduce_in_float32
 from memsave_recipes.core.sharding import is_sharded
-from memsave_recipes.training.arguments import Dtype
+from memsave_recipes.training.arguments import BFLOAT16_MASTER, Dtype
 from memsave_recipes.training.launch.processes import end_with_launcher, is_restarted, launch_arguments
 
 LIMIT_S = 30 * 60.0
@@ -97,15 +98,18 @@ def chosen_dtype(asked: Dtype) -> Dtype:
     on_cpu = _stays_on_cpu(read_launch_request())
     emulates = not on_cpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
     dtype: Dtype = asked if asked != "auto" else "float16" if emulates else "bfloat16"
-    if dtype == "bfloat16" and emulates:
+    if dtype != "float16" and emulates:
         raise InputError(
-            f"--dtype bfloat16: the {torch.cuda.get_device_name()} computes in float16 and not in bfloat16: take "
+            f"--dtype {dtype}: the {torch.cuda.get_device_name()} computes in float16 and not in bfloat16: take "
             "--dtype float16 with --lora or --offload_optimizer step, or --mixed_precision fp16 in place of --dtype"
         )
     if dtype == "float16" and on_cpu:
         raise InputError("--dtype float16 needs --mixed_precision fp16, which does not work on the CPU: take bfloat16")
     if dtype == "float16" and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
         raise InputError(f"--dtype {asked} is float16 here, which needs --mixed_precision fp16: take that for bf16")
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if dtype == BFLOAT16_MASTER and precision in ("fp16", "fp8"):
+        raise InputError(f"--dtype {asked} computes in bfloat16: launch without --mixed_precision {precision}")
     return dtype
 
 
@@ -372,6 +376,7 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     them ready in the reverse order of their registration. The next forward would sort them, in a collective, so that
     comes here as well.
     """
+    reduce_in_float32(model)
     inner = model.module
     own = vars(inner).get("forward")
     reduced = (one for name, one in inner.named_parameters() if name not in model.parameters_to_ignore)
