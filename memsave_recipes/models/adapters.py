@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from memsave_recipes.core.errors import InputError, check_file, packages_of
-from memsave_recipes.core.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.core.text import first_line, first_of
+from memsave_recipes.models.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.models.slices import new_weights, take_whole
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it

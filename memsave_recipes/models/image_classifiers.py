@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_line
 from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import reason
 from memsave_recipes.models.labels import SINGLE, ProblemType
 from memsave_recipes.models.pretrained import (

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsave_recipes.core.activations import plan_blocks
-from memsave_recipes.core.flags import RULES, Rules
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
 from memsave_recipes.core.step.settings import REGIONS
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
+from memsave_recipes.models.flags import RULES, Rules
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.models.sequence_parallel import SequenceGroup

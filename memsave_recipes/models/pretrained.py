@@ -35,9 +35,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, printable, read_json, sanitized
 from memsave_recipes.models.deferred_init import deferred_init
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.fused_ops import FusedOps, fuse_operators
 from memsave_recipes.models.hub import ask_hub_for, folder_of, reason
 from memsave_recipes.models.labels import REGRESSION, SINGLE, ProblemType

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from transformers import PreTrainedModel
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.core.losses import IGNORED_LABEL
+from memsave_recipes.models.flags import check_ranges, option
 from memsave_recipes.models.packed_attention import (
     OTHER_LOGITS,
     DocumentLengths,

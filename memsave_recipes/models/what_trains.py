@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import option
 from memsave_recipes.models.adapters import LoraArguments, add_lora, outside_the_backbone
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.slices import new_weights
 
 

@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import rules_of
 from memsave_recipes.core.sharding import gathered, is_sharded
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import printable
 from memsave_recipes.models.adapters import names_in_random_base
+from memsave_recipes.models.flags import rules_of
 from memsave_recipes.models.pretrained import BASE, write_base_digest
 from memsave_recipes.models.saved import Layout, layout_of
 from memsave_recipes.run.failures import RunIsDone

@@ -2,9 +2,9 @@
 
 from memsave_recipes.core.activations import apply_plan
 from memsave_recipes.core.errors import InputError, require
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, seed_for
+from memsave_recipes.models.flags import option
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.run import Run
 from memsave_recipes.run.training_run import TrainingRun

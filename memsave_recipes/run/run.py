@@ -22,11 +22,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.core.activations import PlanHandle
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import rules_of
 from memsave_recipes.core.planner.task import Task
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.data.fingerprint import Fingerprint
+from memsave_recipes.models.flags import rules_of
 from memsave_recipes.run.building import Built, Prepared
 from memsave_recipes.run.failures import describe_early_end
 from memsave_recipes.run.folder import (

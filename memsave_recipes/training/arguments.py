@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 
 from memsave_recipes.core.errors import PARAMETERS, InputError, require
-from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.plans.plan import TILED_STRATEGIES
 from memsave_recipes.core.sharding.groups import FULL, NONE
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, REGIONS, OptimizerSettings
 from memsave_recipes.core.text import read_json
+from memsave_recipes.models.flags import check_ranges, option
 from memsave_recipes.training.exact.settings import ExactSettings
 
 Schedule = Literal[

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.core.errors import InputError, packages_of, require
-from memsave_recipes.core.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.core.text import join_names
+from memsave_recipes.models.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.models.labels import MULTI, REGRESSION, SINGLE, LabelLoss, ProblemType
 from memsave_recipes.training.batching import exact_sum, make_loader
 from memsave_recipes.training.optimizers import place_of_figures

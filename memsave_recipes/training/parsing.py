@@ -17,7 +17,7 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from memsave_recipes.core.errors import InputError, check_file, check_words
-from memsave_recipes.core.flags import RULES, rules_of
+from memsave_recipes.models.flags import RULES, rules_of
 from memsave_recipes.training.arguments import MAX_INT
 
 YAML = "tag:yaml.org,2002:"

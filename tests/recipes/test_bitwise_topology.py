@@ -12,9 +12,9 @@ from lives import FLAGS, OF_TEXT, TINY_VIT, assert_the_same_bits, assert_the_sam
 from samples import sample
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import rules_of
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.models.flags import rules_of
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
 from memsave_recipes.training.exact.batch_layouts import IndexedLayout

@@ -8,7 +8,7 @@ import torch
 from lives import SHAPES, curve, scratch, write_rows
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import rules_of
+from memsave_recipes.models.flags import rules_of
 from memsave_recipes.training.checkpoints.resume import check_same_flags
 
 RECIPE = "language_modeling"

@@ -8,7 +8,7 @@ import pytest
 from lives import IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import rules_of
+from memsave_recipes.models.flags import rules_of
 from memsave_recipes.models.pretrained import TransformerArguments
 from memsave_recipes.models.what_trains import TrainedPartArguments
 from memsave_recipes.run import building

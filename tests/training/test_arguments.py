@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import Rules, rules_of
+from memsave_recipes.models.flags import Rules, rules_of
 from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RecipeArguments, RunArguments
 from memsave_recipes.training.parsing import parse_arguments, underscored
 

@@ -32,12 +32,12 @@ from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.core.errors import InputError, check_file
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import join_names
 from memsave_recipes.data.fingerprint import digest_of
 from memsave_recipes.data.sources import LONG_BYTES, progress_bars
 from memsave_recipes.data.text.conversations import Conversation, Message, texts_of
 from memsave_recipes.data.text.tokenizers import TokenLine
+from memsave_recipes.models.flags import option
 
 CHATML = "chatml"
 CHATML_TOKENS = CHATML_START, CHATML_END = "<|im_start|>", "<|im_end|>"

@@ -26,7 +26,6 @@ import numpy as np
 from datasets import Features, Value
 
 from memsave_recipes.core.errors import InputError, is_text
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, join_names
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (
@@ -49,6 +48,7 @@ from memsave_recipes.data.sources import (
     rows_of,
     with_text,
 )
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import loading_by_name
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from memsave_recipes.core.flags import check_ranges, option
 from memsave_recipes.data.text.labelled_text import LabelledText, LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
     TokenizedSplits,
@@ -15,6 +14,7 @@ from memsave_recipes.data.text.tokenizers import (
     load_text_tokenizer,
     tokenize,
 )
+from memsave_recipes.models.flags import check_ranges, option
 from memsave_recipes.models.pretrained import configuration_of
 
 

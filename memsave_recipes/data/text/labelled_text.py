@@ -26,7 +26,6 @@ import datasets
 import numpy as np
 
 from memsave_recipes.core.errors import InputError, require
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, join_names, read_json
 from memsave_recipes.data import MAX_NAMED, in_classes_of_model
 from memsave_recipes.data.fingerprint import digest_of
@@ -46,6 +45,7 @@ from memsave_recipes.data.sources import (
     source_folder,
     with_text,
 )
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import loading_by_name
 from memsave_recipes.models.labels import MULTI, REGRESSION, SINGLE, ProblemType
 

@@ -7,7 +7,6 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.core.errors import InputError, require
-from memsave_recipes.core.flags import option
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.data.text.chat_template import (
     CHATML_TOKENS,
@@ -26,6 +25,7 @@ from memsave_recipes.data.text.packing import (
     rows_of_documents,
 )
 from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer, load_tokenizer
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.pretrained import VOCAB_SIZE
 
 PROMPT_CHARACTERS = 100

@@ -12,7 +12,6 @@ import datasets
 import numpy as np
 
 from memsave_recipes.core.errors import InputError, packages_of, require
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.text import first_of, join_names, printable
 from memsave_recipes.data import in_classes_of_model
 from memsave_recipes.data.fingerprint import Fingerprint
@@ -35,6 +34,7 @@ from memsave_recipes.data.vision.decoding import (
     names_below,
 )
 from memsave_recipes.data.vision.image_folder import find_images, read_folder
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import loading_by_name
 from memsave_recipes.models.labels import MULTI, SINGLE, ProblemType
 

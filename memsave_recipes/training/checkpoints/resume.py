@@ -15,11 +15,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import Rules, rules_of
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.data.fingerprint import Fingerprint
+from memsave_recipes.models.flags import Rules, rules_of
 from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.training.launch.start import describe_environment
