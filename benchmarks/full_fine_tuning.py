@@ -30,7 +30,7 @@ MODELS = {  # sizes of the published config.json of Llama-3.2-1B, Llama-3.2-3B, 
     "14B": "hidden_size=5120,intermediate_size=13824,num_hidden_layers=48,num_attention_heads=40,num_key_value_heads=8",
 }
 SMALL = {"small": "hidden_size=64,intermediate_size=128,num_hidden_layers=2,num_attention_heads=2"}
-AUTOCAST, IN_16_BITS = ("--mixed_precision", "bf16"), ("--dtype", "bfloat16", "--bf16_stochastic_round")
+AUTOCAST, IN_16_BITS = ("--mixed_precision", "bf16"), ("--dtype", "bfloat16", "--optimizer", "adamw_bf16")
 STEP = ("--offload_optimizer", "step")
 WEIGHTS = (*STEP, "--stream_weights", "host")
 ON_HOST, IN_BACKWARD = ("--offload_optimizer", "state"), ("--optimizer_in_backward", "--max_grad_norm", "0")

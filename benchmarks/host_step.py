@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[OptimizerArguments, torch.dtype]] = {
     "AdamW, float32": (OptimizerArguments(), torch.float32),
     "AdamW, bfloat16 weights": (OptimizerArguments(), torch.bfloat16),
     "8-bit AdamW": (OptimizerArguments(optimizer="adamw_8bit"), torch.float32),
-    "bfloat16, stochastic rounding": (OptimizerArguments(bf16_stochastic_round=True), torch.bfloat16),
+    "bfloat16, stochastic rounding": (OptimizerArguments(optimizer="adamw_bf16"), torch.bfloat16),
 }
 HEADINGS = ("optimizer", "a step of its own", "ours beside it", "middle half")
 
@@ -83,7 +83,7 @@ def stepping(optim: OptimizerArguments, parameters: list[nn.Parameter]) -> Optim
 def calls(way: str, sizes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]]:
     """A step by one call of the optimizer, and ours."""
     optim, dtype = WAYS[way]
-    of_masters = torch.bfloat16 if optim.bf16_stochastic_round else torch.float32
+    of_masters = torch.bfloat16 if optim.rounds_at_random else torch.float32
     yardstick = stepping(optim, [nn.Parameter(torch.full(size, 0.5, dtype=of_masters)) for size in sizes])
     weights = [nn.Parameter(torch.full(size, 0.5, dtype=dtype)) for size in sizes]
     masters = WithoutDevice(weights, of_masters, NoCopies(), NoCopies())

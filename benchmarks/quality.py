@@ -82,7 +82,7 @@ STATE = {
 PRECISION = {
     "bf16 autocast": Technique(mixed_precision="bf16"),
     "bf16 weights": Technique("--dtype bfloat16"),
-    "bf16 weights, stochastic rounding": Technique("--dtype bfloat16 --bf16_stochastic_round"),
+    "bf16 weights, stochastic rounding": Technique("--dtype bfloat16 --optimizer adamw_bf16"),
 }
 DIGITS = "--dataset digits --global_batch_size 64 --learning_rate 2e-3 --warmup_steps 10 --eval_steps 1000"
 GPT2 = (

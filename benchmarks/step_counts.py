@@ -42,7 +42,7 @@ COMPILED = "compiled"
 OPTIMIZERS = {
     "SGD": "--optimizer sgd",
     "Muon": "--optimizer muon",
-    "AdamW, stochastic rounding": "--dtype bfloat16 --bf16_stochastic_round",
+    "AdamW, stochastic rounding": "--dtype bfloat16 --optimizer adamw_bf16",
     "Adafactor": "--optimizer adafactor",
 }
 PLAIN, ADAMW = "plain torch", "AdamW"

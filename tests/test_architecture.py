@@ -4,9 +4,11 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from lives import loaded
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("core", "models", "data", "integrations", "training", "tools", "run")
@@ -271,3 +273,13 @@ def test_a_recipe_is_short_and_plain(path):
     loop = body.index("for batch in training.steps()")
     places = [body.index(call, loop if call.startswith("training.ev") else 0) for call in IN_THIS_ORDER]
     assert places == sorted(places)
+
+
+MAX_FLAGS = 60
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
+def test_a_recipe_has_few_flags(recipe):
+    with loaded(recipe) as module:
+        flags = [flag.name for flag in fields(module.Arguments) if flag.init and "help" in flag.metadata]
+    assert len(flags) <= MAX_FLAGS, flags

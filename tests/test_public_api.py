@@ -198,7 +198,6 @@ class Step(StepSettings):
     global_batch_size: int = 4096
     micro_batch_size: int | str | None = "auto"
     shard: str | None = None
-    reduce_gradients: str = "auto"
     activation_checkpointing: str | None = "budget"
     memory_budget_gib: float | None = None
     logging_steps: int = 10
@@ -207,7 +206,6 @@ class Step(StepSettings):
 @dataclass(frozen=True)
 class Muon(OptimizerSettings):
     optimizer: str = "muon"
-    bf16_stochastic_round: bool = False
     optimizer_in_backward: bool = False
     weight_decay: float = 0.0
     momentum: float = 0.0

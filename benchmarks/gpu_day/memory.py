@@ -84,7 +84,7 @@ def techniques(size: Size) -> Step:
 OPTIMIZERS = {
     "Adafactor": "--optimizer adafactor",
     "Muon": "--optimizer muon",
-    "bf16 stochastic rounding": "--dtype bfloat16 --bf16_stochastic_round",
+    "bf16 stochastic rounding": "--dtype bfloat16 --optimizer adamw_bf16",
     "8-bit AdamW": "--optimizer adamw_8bit",
 }
 PACKED = ("8-bit AdamW", "LoRA on 4 bits")

@@ -23,7 +23,7 @@ from memsave_recipes.core.sharding.shards import reduce_once_a_step
 from memsave_recipes.core.sharding.units import joint_blocks
 from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.core.step.memory import has_masters_beside_weights
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, REGIONS
+from memsave_recipes.core.step.settings import AUTO, REGIONS
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.joined import JoinedRun
@@ -169,7 +169,7 @@ class Built:
                 "run, so its spans are others than the units of the weights: take full"
             )
         reduce_once_a_step(model, once)
-        self.run.flags["reduce_gradients"] = PER_STEP if once else PER_MICRO_BATCH
+        self.run.flags["reduces_once"] = once
         if self.batches.layout.accumulation_steps > 1:
             self.run.accelerator.print(reduction_line(once=once))
 

@@ -48,7 +48,7 @@ from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.groups import NONE, ShardGroups
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
+from memsave_recipes.core.step.settings import AUTO, StepSettings
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
 from memsave_recipes.tools.fit.advice import HostUse, budget_too_small, reduction_line
@@ -98,8 +98,7 @@ def plan_run(
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
     check_samples(task, step.batches.smallest_micro_batch)
-    reduces_once = candidate.reduces_once or run.reduce_gradients == PER_STEP
-    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, candidate.host_bytes, reduces_once)
+    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, candidate.host_bytes, candidate.reduces_once)
 
 
 def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> RunPlan:
@@ -116,7 +115,7 @@ def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> Run
         plan = plan.on_compiled_layers()
     size = task.run.micro_batch_of_blocks(step.batches.layout)
     plan = plan if size is None else plan.in_micro_batches(size)
-    return RunPlan(plan, None, on_host, task.run.reduce_gradients == PER_STEP)
+    return RunPlan(plan, None, on_host, bool(task.run.reduces_once))
 
 
 def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> tuple[str, int]:
@@ -292,7 +291,7 @@ class _Planning:
     def _smaller_layout(self, trial: _Trial) -> BatchLayout:
         """Halve the micro-batches, unless reducing each of their gradients takes less; refuse if they cannot shrink."""
         candidate, layout, size = trial.candidate, trial.candidate.layout, trial.candidate.layout.micro_batch_size
-        if candidate.reduces_once and self.task.run.reduce_gradients == AUTO:
+        if candidate.reduces_once:
             self.accelerator.print(f"{trial.problem}, so {reduction_line(once=False)}")
             return layout
         if size == 1 or self.task.optim.optimizer_in_backward or self.task.run.keeps_micro_batch:
@@ -406,10 +405,8 @@ class _Estimated(_Planning):
 
         def find() -> Candidate:
             budget_bytes, plan = trial.candidate.budget_bytes, trial.candidate.forecast.plan
-            reduction = PER_STEP if self.task.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
-            size = smaller.micro_batch_size
-            changes = {"reduce_gradients": reduction} if self.task.run.in_shards else {}
-            run = self.task.run.with_micro_batch(size, budget_bytes, **changes)
+            changes = {"reduces_once": False} if self.task.run.in_shards else {}
+            run = self.task.run.with_micro_batch(smaller.micro_batch_size, budget_bytes, **changes)
             (found,) = self._search(run, self.launch, budget_bytes, plan).candidates
             return _sendable(found)
 

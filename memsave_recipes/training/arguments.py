@@ -12,9 +12,9 @@ from memsave_recipes.core.errors import PARAMETERS, InputError, require
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.plans.plan import TILED_STRATEGIES
 from memsave_recipes.core.sharding.groups import FULL, NONE
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, REGIONS, OptimizerSettings
+from memsave_recipes.core.step.settings import AUTO, REGIONS, OptimizerSettings
 from memsave_recipes.core.text import read_json
-from memsave_recipes.models.flags import check_ranges, option
+from memsave_recipes.models.flags import RULES, Rules, check_ranges, option
 from memsave_recipes.training.exact.settings import ExactSettings
 
 Schedule = Literal[
@@ -37,7 +37,7 @@ FLOORS = {"min_lr_rate": "share", "min_lr_ratio": "share", "min_lr": "rate", "lr
 """Arguments of schedules that are the lowest rate, or its share of ``--learning_rate``."""
 BUDGET_FLAG = "--memory_budget_gib"
 NAMED_ALIKE = (
-    *("shard", "reduce_gradients", "sequence_parallel", "global_batch_size", "micro_batch_size", "dtype"),
+    *("shard", "sequence_parallel", "global_batch_size", "micro_batch_size", "dtype"),
     *("offload_optimizer", "stream_weights", "optimizer", "max_grad_norm", "batchnorm", "target"),
 )
 PARAMETERS.update({name: f"--{name}" for name in NAMED_ALIKE})
@@ -134,15 +134,7 @@ class RunArguments(TrackerArguments, ExactSettings):
         rounds=IN_ANOTHER_ORDER,
         before=NONE,
     )
-    reduce_gradients: Literal["auto", "micro_batch", "step"] = option(
-        "auto",
-        "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, "
-        "but whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch",
-        shown="seldom",
-        resume="searched",
-        rounds=IN_ANOTHER_ORDER,
-        before=PER_MICRO_BATCH,
-    )
+    reduces_once: bool | None = field(default=None, metadata={RULES: Rules(resume="free")})
     activation_checkpointing: str | None = option(
         None,
         "strategy: none (default; full with --batchnorm global and a --micro_batch_size), full, every:K, "
@@ -276,8 +268,6 @@ class RunArguments(TrackerArguments, ExactSettings):
         is_number = str(size).isascii() and str(size).isdigit()
         in_range = size in (None, NONE, FULL) or (is_number and int(str(size)) >= 2)
         require(in_range, "--shard", size, "none, full, or how many ranks share the weights, from 2")
-        if size == NONE:
-            self.check_reduction()
         if not self.in_shards:
             return
         is_global = self.batchnorm == "global"
@@ -354,13 +344,11 @@ class OptimizerArguments(OptimizerSettings):
     """The optimizer, its schedule and clipping."""
 
     momentum: float = field(default=0.9, init=False)
-    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = option(
+    optimizer: Literal["adamw", "adamw_bf16", "muon", "adafactor", "adamw_8bit", "sgd"] = option(
         "adamw",
-        "optimizer; muon updates the matrices of hidden layers, AdamW the rest, at the same rate; muon, "
+        "optimizer; adamw_bf16 rounds its updates of --dtype bfloat16 up or down at random, so that small ones count; "
+        "muon updates the matrices of hidden layers, AdamW the rest, at the same rate; muon, "
         "adafactor and adamw_8bit keep less state",
-    )
-    bf16_stochastic_round: bool = option(
-        False, "round AdamW's updates of --dtype bfloat16 up or down at random, so that small ones count"
     )
     optimizer_in_backward: bool = option(
         False, "update each parameter during the backward and free its gradient; one rank, no accumulation"
@@ -400,10 +388,6 @@ class OptimizerArguments(OptimizerSettings):
             raise InputError(
                 f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}, which --learning_rate "
                 f"{self.learning_rate:g} is not above: raise it, or take linear"
-            )
-        if self.bf16_stochastic_round and self.optimizer != "adamw":
-            raise InputError(
-                f"--bf16_stochastic_round is for AdamW, and not for --optimizer {self.optimizer}: leave one of them out"
             )
         if self.offload_optimizer == "step" and self.optimizer == "muon":
             raise InputError(
@@ -447,10 +431,10 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         own = [group for group in type(self).__bases__ if group is not RecipeArguments]
         for group in (*reversed(own), *reversed(RecipeArguments.__bases__)):
             group.__post_init__(self)  # type: ignore[attr-defined]
-        if self.bf16_stochastic_round and self.dtype != "bfloat16":
+        if self.rounds_at_random and self.dtype != "bfloat16":
             raise InputError(
-                f"--bf16_stochastic_round is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16 "
-                "or leave it out"
+                f"--optimizer adamw_bf16 is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16, "
+                "or take adamw"
             )
         steps_there = self.has_masters and self.offload_optimizer == "step"
         if self.ema_decay is not None and (steps_there or self.dtype in ("auto", "bfloat16", "float16")):

@@ -66,8 +66,8 @@ def make_optimizer(
     al. 2021, https://arxiv.org/abs/2110.02861; NOTE [ 8 bits in shards ]), Muon (NOTE [ Muon ]), Adafactor (Shazeer &
     Stern 2018, https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the
     temporary copies of the unfused ones; of weights in shards SGD is not fused.
-    ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``. ``offload_optimizer``: NOTE [ state on the
-    host ] and NOTE [ steps on the host ].
+    ``adamw_bf16``: NOTE [ stochastic rounding ], with ``seed``. ``offload_optimizer``: NOTE [ state on the host ] and
+    NOTE [ steps on the host ].
 
     Args:
         layout: of the global batch; by default the only micro-batch of a single rank.
@@ -88,7 +88,7 @@ def make_optimizer(
     rates: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
     of_adamw: dict[str, Any] = {**rates, "betas": (optim.adam_beta1, optim.adam_beta2)}
     optimizer: Optimizer
-    match optim.update_rule:
+    match optim.optimizer:
         case "adamw_bf16":
             optimizer = StochasticAdamW(parameters, seed=seed, **of_adamw)
         case "sgd":
@@ -130,7 +130,7 @@ def _masters(
     """Those that the flags ask for; of weights in shards the shards are masters."""
     if not on_host:
         return Masters(trained) if optim.has_masters and not is_sharded(model) else None
-    dtype = None if optim.bf16_stochastic_round else torch.float32
+    dtype = None if optim.rounds_at_random else torch.float32
     return masters_on_host(trained, _device_of(model), dtype, streamed_parameters(model))
 
 
@@ -179,10 +179,10 @@ def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | 
     An update below a 512th of a weight is lost: NOTE [ stochastic rounding ]. Nothing is known of SGD before there are
     gradients.
     """
-    shares = parameters_by_optimizer(optim.update_rule, model).items()
+    shares = parameters_by_optimizer(optim.optimizer, model).items()
     found = [(rule, local(one).detach()) for rule, share in shares for one in share if one.dtype == torch.bfloat16]
     has_masters = optim.has_masters or optim.offload_optimizer == "step"
-    if optim.update_rule in ("sgd", "adamw_bf16") or has_masters or not found:
+    if optim.optimizer in ("sgd", "adamw_bf16") or has_masters or not found:
         return None
     num_lost = 0
     for rule, weight in found:
@@ -191,11 +191,9 @@ def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | 
     share = num_lost / max(1, sum(weight.numel() for _, weight in found))
     if share <= 0.5:
         return None
-    rounding = "add " if optim.optimizer == "adamw" else "take --optimizer adamw "
     return (
         f"note: {share:.0%} of the bfloat16 weights are too large to be changed at --learning_rate "
-        f"{optim.learning_rate:g}: {rounding}--bf16_stochastic_round, or take --mixed_precision bf16 in place of "
-        "--dtype"
+        f"{optim.learning_rate:g}: take --optimizer adamw_bf16, or --mixed_precision bf16 in place of --dtype"
     )
 
 

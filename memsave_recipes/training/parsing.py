@@ -35,6 +35,7 @@ ELSEWHERE = {
     "hub_model_id": "upload final/ at the end: hf upload NAME OUTPUT_DIR/final",
     **dict.fromkeys(("lora_alpha", "lora_dropout", "use_rslora", "use_dora"), ENTRY),
     **dict.fromkeys(("lora_target_modules", "lora_modules_to_save"), ENTRY + ", without its lora_"),
+    "bf16_stochastic_round": "take --optimizer adamw_bf16",
     "lora_merge": "merge afterwards by peft: docs/recipes.md",
     "dropout": "give the model's own entries to --config_overrides, such as attn_pdrop=0.1",
     "vocab_size": "it is an entry of --config_overrides",

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from memsave_recipes.core.host import step as host_step  # noqa: E402
 from memsave_recipes.core.host.state import StateOnHost  # noqa: E402
 from memsave_recipes.core.host.step import HostMasters  # noqa: E402
 from memsave_recipes.core.sharding.tensors import local  # noqa: E402
+from memsave_recipes.run import building  # noqa: E402
 from memsave_recipes.training.checkpoints import (  # noqa: E402
     Checkpoints,
     TrainState,
@@ -63,10 +65,20 @@ def _live(run: dict, flags: list[str]) -> None:
     gc.collect()  # what is left of the run before would count as memory of this one
     _meet_anew()
     waits, counts = {}, "STANDIN_WAITS" in os.environ
-    with loaded(run["recipe"]) as recipe, waits_of_a_step(waits) if counts else nullcontext():
+    reducing = _reducing_once() if run.get("reduces_once") else nullcontext()
+    with loaded(run["recipe"]) as recipe, reducing, waits_of_a_step(waits) if counts else nullcontext():
         recipe.main([*flags, "--report_to", "none", "--output_dir", run["folder"]])
     if counts:
         _leave(Path(run["folder"]), "waits", waits)
+
+
+@contextmanager
+def _reducing_once() -> Iterator[None]:
+    """Gradients in shards are reduced once a step, as if a search for a budget had found that."""
+    plan_run = building.plan_run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "plan_run", lambda *args: replace(plan_run(*args), reduces_once=True))
+        yield
 
 
 def _meet_anew() -> None:

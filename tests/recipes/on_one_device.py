@@ -26,7 +26,7 @@ RUNS += [
     ("rows that are not packed", language_modeling, ["--no_packing"]),
     ("a classifier that is a decoder", text_classification, DECODER),
     ("muon", language_modeling, ["--optimizer", "muon"]),
-    ("stochastic rounding", language_modeling, ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
+    ("stochastic rounding", language_modeling, ["--dtype", "bfloat16", "--optimizer", "adamw_bf16"]),
     ("adafactor", language_modeling, ["--optimizer", "adafactor"]),
 ]
 RUNS.append(("state on the host", language_modeling, ["--offload_optimizer", "state"]))
@@ -40,7 +40,7 @@ OURS = {
     "adamw": [],
     "sgd": ["--optimizer", "sgd"],
     "muon": ["--optimizer", "muon"],
-    "stochastic rounding": ["--dtype", "bfloat16", "--bf16_stochastic_round"],
+    "stochastic rounding": ["--dtype", "bfloat16", "--optimizer", "adamw_bf16"],
 }
 BESIDE = {"clipped and averaged": ["--ema_decay", "0.9"], "neither": ["--max_grad_norm", "0"]}
 BY_OPTIMIZER = [

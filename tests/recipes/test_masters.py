@@ -90,7 +90,7 @@ def test_two_ranks_train_as_one(train, train_on_ranks, tmp_path, model, flags):
     ("flags", "words"),
     [
         (["--bitwise_topology"], "--dtype bfloat16_master has not been tried with --bitwise_topology"),
-        (["--bf16_stochastic_round"], "these are bfloat16_master"),
+        (["--optimizer", "adamw_bf16"], "these are bfloat16_master"),
         (["--offload_optimizer", "step", "--ema_decay", "0.9"], "--ema_decay averages in the dtype of the weights"),
         (["--shard", "full", "--reduce_gradients", "step"], "goes without --reduce_gradients step"),
     ],

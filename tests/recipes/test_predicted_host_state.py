@@ -34,7 +34,7 @@ OPTIMIZERS = {
     "adamw": [],
     "sgd": ["--optimizer", "sgd"],
     "muon": ["--optimizer", "muon"],
-    "bf16": ["--dtype", "bfloat16", "--bf16_stochastic_round"],
+    "bf16": ["--dtype", "bfloat16", "--optimizer", "adamw_bf16"],
     "adafactor": ["--optimizer", "adafactor"],
     "in the backward": ["--optimizer_in_backward", "--max_grad_norm", "0"],
 }

@@ -46,7 +46,7 @@ OPTIONS = {
     "all-language_modeling": ("language_modeling", ALL),
     "selective": ("language_modeling", ["--activation_checkpointing", "selective"]),
     "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
-    "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
+    "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--optimizer", "adamw_bf16"]),
 }
 OFTEN = [OPTIONS[name] for name in ("all-text_classification", "all-image_classification", "stochastic rounding")]
 

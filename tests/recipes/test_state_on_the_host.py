@@ -23,9 +23,8 @@ VIT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_si
 DENSENET = ["--model", "densenet_small", "--image_size", "16", "--global_batch_size", "8", *SHORT]
 RECOMPUTED = ["--activation_checkpointing", "full"]
 ACCUMULATED = ["--micro_batch_size", "2"]
-BFLOAT16 = ["--dtype", "bfloat16", "--bf16_stochastic_round"]
+BFLOAT16 = ["--dtype", "bfloat16", "--optimizer", "adamw_bf16"]
 SAVED = ["--save_every", "2"]
-ONCE = ["--reduce_gradients", "step"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,18 @@ class Case:
     Args:
         flags: of both.
         lives: what the flags of each life of the second run have besides.
+        reduces_once: whether both reduce gradients in shards once a step.
     """
 
     flags: list[str]
     recipe: str = "language_modeling"
     precision: str = "no"
     lives: tuple[list[str], ...] = (STATE,)
+    reduces_once: bool = False
 
     def runs(self, folder: Path) -> list[dict[str, object]]:
         """Without and with, as ``many_runs.py`` takes them."""
-        common = {"recipe": self.recipe, "precision": self.precision}
+        common = {"recipe": self.recipe, "precision": self.precision, "reduces_once": self.reduces_once}
         plain = {**common, "folder": str(folder / "without"), "lives": [self.flags]}
         saved = SAVED if len(self.lives) > 1 else []
         lives = [[*self.flags, *saved, *flags] for flags in self.lives]
@@ -120,7 +121,9 @@ MORE_IN_SHARDS = {
     "Llama, 4 micro-batches, bf16, step": Case(
         [*LLAMA, "--micro_batch_size", "1"], precision="bf16", lives=(STEP, STEP)
     ),
-    "reduced once, an average, step": Case([*GPT2, *ACCUMULATED, *ONCE, "--ema_decay", "0.9"], lives=(STEP, STEP)),
+    "reduced once, an average, step": Case(
+        [*GPT2, *ACCUMULATED, "--ema_decay", "0.9"], lives=(STEP, STEP), reduces_once=True
+    ),
     "SGD, step later": Case([*GPT2, "--optimizer", "sgd"], lives=([], STEP)),
     "step first": Case(LLAMA, lives=(STEP, [])),
     "bfloat16, killed": Case([*LLAMA, "--dtype", "bfloat16", *STEP], lives=([], [])),

@@ -315,7 +315,7 @@ def test_flags_with_dashes_are_known_to_the_planner_too():
         ({}, "--dtype float16 loses small updates .*--lora, or --offload_optimizer step, .*--mixed_precision fp16"),
         ({"offload_optimizer": "state"}, "add --lora, or --offload_optimizer step"),
         ({"offload_optimizer": "step", "ema_decay": 0.9}, "--ema_decay averages .*--dtype float16 rounds"),
-        ({"offload_optimizer": "step", "bf16_stochastic_round": True}, "these are float16: add --dtype bfloat16"),
+        ({"offload_optimizer": "step", "optimizer": "adamw_bf16"}, "these are float16: add --dtype bfloat16"),
     ],
 )
 def test_weights_that_train_in_float16_need_wide_masters(flags, words):

@@ -332,10 +332,9 @@ def test_every_adamw_has_the_betas_and_the_epsilon(name):
     """A first step without memory goes by g / (|g| + epsilon): by half the rate where 1e-8 is |g|."""
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    flags = {"bf16_stochastic_round": True} if name == "adamw_bf16" else {"optimizer": name}
-    flags |= {"adam_beta1": 0.0, "adam_beta2": 0.0, "learning_rate": 0.25}
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = make_optimizer(OptimizerArguments(**flags), model)
+    optim = OptimizerArguments(optimizer=name, adam_beta1=0.0, adam_beta2=0.0, learning_rate=0.25)
+    optimizer = make_optimizer(optim, model)
     before = model[1].bias.detach().clone()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-8)
@@ -369,7 +368,7 @@ def test_torch_is_told_which_kernel_to_take_and_not_left_to_the_device(name):
     [
         ({"learning_rate": 1e-5}, True),
         ({"learning_rate": 1e-3}, False),
-        ({"learning_rate": 1e-5, "bf16_stochastic_round": True}, False),
+        ({"learning_rate": 1e-5, "optimizer": "adamw_bf16"}, False),
         ({"learning_rate": 1e-5, "optimizer": "sgd"}, False),
         ({"learning_rate": 1e-5, "optimizer": "muon"}, True),
         ({"learning_rate": 1e-3, "optimizer": "muon"}, False),
@@ -387,7 +386,7 @@ def test_updates_that_bfloat16_rounds_away_are_told(flags, is_told):
     assert describe_lost_updates(optim, build()) is None
     if not is_told:
         return
-    assert "--bf16_stochastic_round" in line
+    assert "--optimizer adamw_bf16" in line
     if optim.optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     before = [parameter.clone() for parameter in model.parameters()]

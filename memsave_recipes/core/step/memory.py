@@ -170,7 +170,7 @@ def optimizer_memory(
         on_cpu: where no state leaves the device.
         accumulates: whether the gradients of a step are sums of several.
     """
-    shares = parameters_by_optimizer(optim.update_rule, model)
+    shares = parameters_by_optimizer(optim.optimizer, model)
     if optim.offload_optimizer == "step" and not on_cpu:
         host_bytes = _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
         updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
@@ -231,14 +231,14 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     """Pinned for masters, gradients and the ring of copies, if any; not pinned for the state of masters and updates."""
 
     def master(weight: nn.Parameter) -> Tensor:
-        least = weight.dtype if optim.bf16_stochastic_round else torch.float32
+        least = weight.dtype if optim.rounds_at_random else torch.float32
         dtype = torch.promote_types(weight.dtype, least)
         return torch.empty(weight.shape, dtype=dtype, device="meta")
 
     def size(weight: nn.Parameter) -> int:
         return part_numel(weight, num_ranks or 1) * master(weight).element_size()
 
-    shares = parameters_by_optimizer(optim.update_rule, model)
+    shares = parameters_by_optimizer(optim.optimizer, model)
     trained = [weight for share in shares.values() for weight in share]
     own = {id(weight) for weight in streamed_parameters(model) if weight.dtype == master(weight).dtype}
     digests = 2 * [len(trained) * torch.int64.itemsize]
@@ -256,7 +256,7 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
 def _updated_bytes(optim: OptimizerSettings, name: str, weight: nn.Parameter, num_ranks: int | None) -> int:
     """That the host reads and writes to step a master, and to cast it; as many as AdamW would in the same time."""
     touched = 3 if name == "sgd" and not optim.momentum else TOUCHED.get(name, 0) or SLOWER[name] * TOUCHED["adamw"]
-    is_cast = weight.element_size() < NUMBER_BYTES and not optim.bf16_stochastic_round
+    is_cast = weight.element_size() < NUMBER_BYTES and not optim.rounds_at_random
     cast_bytes = NUMBER_BYTES + weight.element_size() if is_cast else 0
     return part_numel(weight, num_ranks or 1) * (touched * NUMBER_BYTES + cast_bytes)
 

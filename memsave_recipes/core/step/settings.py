@@ -4,11 +4,10 @@ The flags of a recipe are such values (``training/arguments.py``); nothing here 
 """
 
 from dataclasses import Field, replace
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.batch_layout import BatchLayout
@@ -17,9 +16,6 @@ from memsave_recipes.core.text import GIB, to_gib
 AUTO = "auto"
 REGIONS: Final = "regions"
 """The other value of ``--compile``: each layer that repeats."""
-PER_MICRO_BATCH: Final = "micro_batch"
-PER_STEP: Final = "step"
-"""Other values of ``--reduce_gradients``."""
 
 
 class StepSettings:
@@ -29,23 +25,24 @@ class StepSettings:
         global_batch_size: samples of one optimizer step.
         micro_batch_size: samples of one forward on a rank; ``auto``: to be found; ``None``: a rank's whole share.
         shard: ``none``, ``full``, or how many ranks share the weights.
-        reduce_gradients: in shards, gradients of every ``micro_batch``, or once a ``step``; ``auto``: to be found.
         activation_checkpointing: the strategy.
         compile: ``regions``, ``none``, or ``auto``: on CUDA.
         memory_budget_gib: of device memory for a step.
         logging_steps: after which the losses are read; until then they stay on the device.
         sequence_parallel: how many ranks share each row.
+        reduces_once: in shards, gradients once a step, or of every micro-batch; ``None``: a search finds it, and
+            without one they are of every micro-batch.
     """
 
     global_batch_size: int
     micro_batch_size: int | str | None
     shard: str | None
-    reduce_gradients: str
     activation_checkpointing: str | None
     memory_budget_gib: float | None
     logging_steps: int
     sequence_parallel: int = 1
     compile: str = NONE
+    reduces_once: bool | None = None
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
@@ -78,18 +75,6 @@ class StepSettings:
     def convert(self, model: nn.Module) -> None:
         """Change the layers of ``model`` that are to compute otherwise: none."""
 
-    def check_reduction(self) -> None:
-        """``--reduce_gradients`` goes with shards, which the launch file may imply.
-
-        Raises:
-            InputError: it is named, and weights are whole.
-        """
-        if self.reduce_gradients != AUTO and not self.in_shards:
-            raise InputError(
-                f"reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
-                "shard them, or leave it out"
-            )
-
     @property
     def in_shards(self) -> bool:
         """Whether a rank holds a part of the weights."""
@@ -98,8 +83,8 @@ class StepSettings:
     @property
     def reductions(self) -> tuple[bool, ...]:
         """Whether gradients in shards are reduced once a step: both ways to compare, or the one to take."""
-        both = self.in_shards and self.searches and self.reduce_gradients == AUTO
-        return (False, True) if both else (self.reduce_gradients == PER_STEP,)
+        both = self.in_shards and self.searches and self.reduces_once is None
+        return (False, True) if both else (bool(self.reduces_once),)
 
     @property
     def solves(self) -> bool:
@@ -131,8 +116,7 @@ class OptimizerSettings:
     """An optimizer, as far as the memory of a step depends on it.
 
     Args:
-        optimizer: ``adamw``, ``muon``, ``adafactor``, ``adamw_8bit`` or ``sgd``.
-        bf16_stochastic_round: whether AdamW rounds at random.
+        optimizer: ``adamw``, ``adamw_bf16``, ``adamw_8bit``, ``muon``, ``adafactor`` or ``sgd``.
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
         offload_optimizer: ``none``, ``state`` waits on the host (``core/host/state.py``), or ``step``
             (``core/host/step.py``).
@@ -142,7 +126,6 @@ class OptimizerSettings:
     """
 
     optimizer: str
-    bf16_stochastic_round: bool
     optimizer_in_backward: bool
     weight_decay: float
     momentum: float
@@ -156,9 +139,9 @@ class OptimizerSettings:
         return False
 
     @property
-    def update_rule(self) -> str:
-        """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
-        return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer
+    def rounds_at_random(self) -> bool:
+        """Whether updates of weights in bfloat16 are rounded up or down at random."""
+        return self.optimizer == "adamw_bf16"
 
     @property
     def goes_in_shards(self) -> bool:

@@ -25,7 +25,6 @@ from memsave_recipes.core.errors import InputError, require
 from memsave_recipes.core.planner.search import Choice
 from memsave_recipes.core.planner.task import choose_for_target
 from memsave_recipes.core.progress import ProgressBar
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.tools.cli.flags import STDOUT, write_text, writing
 from memsave_recipes.tools.cli.request import (
     SHARED,
@@ -138,14 +137,20 @@ def _over_lengths(arguments: argparse.Namespace) -> None:
 
 def _chosen(arguments: argparse.Namespace) -> tuple[PlanRequest, Choice]:
     """Choose for the flags; where nothing fits, for as few ranks that share a row as suffice."""
-    request = read_request(arguments)
+    request = _read(arguments)
     choice = choose(request)
     for sharing in _sharing_rows(arguments, request) if choice.chosen is None else ():
         with suppress(InputError):
-            shared = read_request(sharing)
+            shared = _read(sharing)
             if (found := choose(shared)).chosen is not None:
                 return shared, found
     return request, choice
+
+
+def _read(arguments: argparse.Namespace) -> PlanRequest:
+    """Read the request; a run under a plan in a file reduces gradients for every micro-batch."""
+    request = read_request(arguments)
+    return request.reducing_every_micro_batch() if arguments.plan else request
 
 
 def _sharing_rows(arguments: argparse.Namespace, request: PlanRequest) -> list[argparse.Namespace]:
@@ -217,7 +222,7 @@ def _curves_over_lengths(arguments: argparse.Namespace) -> list[Curve]:
         def estimate(length: int) -> Choice:
             bar.set_postfix_str(f"{length} tokens", refresh=False)
             bar.update()
-            request = read_request(_with_flags(arguments, _probe(first, BLOCK, length)))
+            request = _probed(arguments, _probe(first, BLOCK, length))
             task = replace(request.task, losses=request.task.losses[-1:])
             return choose_for_target(task, request.launch, request.budget_bytes, candidates=under_each)
 
@@ -277,10 +282,8 @@ def _share(request: PlanRequest, global_batch_size: int) -> int:
 
 
 def _probe(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
-    """Return the flags by which to ask whether ``value`` fits; in shards those that need least."""
-    flags, run = _flags(request, name, value), request.task.run
-    if run.in_shards and run.reduce_gradients == AUTO:
-        flags = (*flags, "--reduce_gradients", PER_MICRO_BATCH)
+    """Return the flags by which to ask whether ``value`` fits."""
+    flags = _flags(request, name, value)
     return (*flags, f"--{MICRO}", "1") if name == BLOCK and MICRO not in request.named else flags
 
 
@@ -288,6 +291,11 @@ def _with_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> argparse
     return argparse.Namespace(**{**vars(arguments), "flags": list(flags)})
 
 
+def _probed(arguments: argparse.Namespace, flags: Sequence[str]) -> PlanRequest:
+    """Read the request with other flags, in shards with what needs least."""
+    return read_request(_with_flags(arguments, flags)).reducing_every_micro_batch()
+
+
 def _choice(arguments: argparse.Namespace, flags: Sequence[str]) -> Choice:
-    request = read_request(_with_flags(arguments, flags))
+    request = _probed(arguments, flags)
     return choose_for_target(request.task, request.launch, request.budget_bytes)

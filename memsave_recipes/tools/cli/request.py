@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from memsave_recipes.core.planner.task import (
 from memsave_recipes.core.plans import BUDGET_WORDS
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.settings import AUTO, PER_STEP
+from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.core.text import GIB, to_gib
 from memsave_recipes.tools.cli.flags import CONFIGS, other_recipe, recipe_at_hand, recipes_folder
 from memsave_recipes.tools.fit.advice import budget_too_small
@@ -127,6 +127,10 @@ class PlanRequest:
         model = fake_planned_model(self.task, self.launch.target)
         return [*self.remarks, *filter(None, [candidate.layout.describe_sums(model)])]
 
+    def reducing_every_micro_batch(self) -> "PlanRequest":
+        """Return the request for gradients that are reduced for every micro-batch, where weights are in shards."""
+        return replace(self, task=replace(self.task, run=replace(self.task.run, reduces_once=False)))
+
     def _remarks_on_ranks(self) -> list[str]:
         groups, size = shard_groups(self.task, self.launch), self.task.run.sequence_parallel
         rate = self.launch.bytes_per_s_between / 1e9
@@ -162,7 +166,6 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib
     task = read_task(arguments.recipe, [*flags, *open_flags(named, gib)])
-    task.run.check_reduction()
     return PlanRequest(
         recipe=arguments.recipe,
         flags=flags,
@@ -288,24 +291,24 @@ def _config_file(request: PlanRequest) -> Path:
 def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
     """Return the values of the flags that were searched, by name.
 
-    A budget in a preset cannot be removed, and needs ``budget`` or ``auto``: that flag is left to the run.
+    A budget in a preset cannot be removed, and needs ``budget`` or ``auto``: that flag is left to the run. So it is
+    where gradients are reduced once a step, which a run with a budget alone finds.
     """
     run, strategy = request.task.run, str(request.task.run.activation_checkpointing)
     by_preset = "memory_budget_gib" in request.named
-    is_solved = chosen.strategy in BUDGET_WORDS
+    searches = by_preset or chosen.reduces_once
     decided = {}
     if run.micro_batch_size == AUTO:
-        stays_open = by_preset and strategy not in BUDGET_WORDS
+        stays_open = searches and strategy not in BUDGET_WORDS
         decided["micro_batch_size"] = AUTO if stays_open else str(chosen.layout.micro_batch_size)
     if strategy in BUDGET_WORDS:
-        decided["activation_checkpointing"] = strategy if is_solved or by_preset else chosen.strategy
+        searches = searches or chosen.strategy in BUDGET_WORDS
+        decided["activation_checkpointing"] = strategy if searches else chosen.strategy
     if len(request.task.losses) > 1 and chosen.loss is not None:
         decided["loss"] = chosen.loss
-    if run.reduce_gradients == AUTO and chosen.reduces_once:
-        decided["reduce_gradients"] = PER_STEP
     if "compile" in request.named or run.compiles_on(request.launch.target.device_type):
         decided["compile"] = "none"  # as estimated
-    if is_solved and not by_preset:
+    if searches and not by_preset:
         decided["memory_budget_gib"] = f"{request.budget_gib:.12g}"
     return decided
 

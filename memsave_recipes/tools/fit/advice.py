@@ -8,7 +8,7 @@ from typing import Any
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.planner.task import Launch, Task, choose_for_target
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import BUDGET_FLAG
 
@@ -162,6 +162,5 @@ class HostUse:
 
 def reduction_line(*, once: bool) -> str:
     """Say when the gradients of accumulated micro-batches are reduced, where weights are in shards."""
-    if once:
-        return f"gradients are reduced once a step, and whole on each rank until then (--reduce_gradients {PER_STEP})"
-    return f"gradients are reduced after every micro-batch (--reduce_gradients {PER_MICRO_BATCH})"
+    when = "once a step, and whole on each rank until then" if once else "after every micro-batch"
+    return f"gradients are reduced {when}"

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.core.step.settings import AUTO, PER_MICRO_BATCH
+from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.flags import Rules, rules_of
 from memsave_recipes.training.arguments import RunArguments
@@ -56,6 +56,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "sync_batchnorm": (False,),
     "adam_epsilon": (1e-8,),
     "lora_merge": (False,),
+    "bf16_stochastic_round": (False,),
 }
 """Flags that earlier versions had, and the values with which those trained as this one does."""
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
@@ -174,9 +175,7 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     A search depends on measured times, and another plan rounds in another way. With ``--bitwise_topology`` another
     number of ranks takes the micro-batch alone. With another ``--shard`` a rank has room for other plans.
     """
-    layout, reduction = earlier["geometry"], earlier.get("reduce_gradients", PER_MICRO_BATCH)
-    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
-    same_search = same_search and run.reduce_gradients in (AUTO, reduction)
+    layout, same_search = earlier["geometry"], all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
     same_ranks = layout["num_processes"] == num_processes and earlier.get("shard", NONE) == (run.shard or NONE)
     if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
         found = copy.copy(run)  # flags would name a budget beside a number; here it may be the device's memory
@@ -185,8 +184,9 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
         return found
     if not same_ranks or (run.searches and not same_search):
         return run
-    if run.in_shards and run.reduce_gradients == AUTO:
-        run = replace(run, reduce_gradients=reduction)
+    if run.in_shards:
+        reduced_once = earlier.get("reduce_gradients") == "step"  # a flag of earlier versions
+        run = replace(run, reduces_once=earlier.get("reduces_once", reduced_once))
     if not run.searches:
         return run
     return replace(

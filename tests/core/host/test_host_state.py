@@ -19,7 +19,7 @@ from memsave_recipes.training.optimizers import make_optimizer
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 OPTIMIZERS = {
     "adamw": OptimizerArguments(learning_rate=1e-2, weight_decay=0.1),
-    "adamw_bf16": OptimizerArguments(learning_rate=1e-2, bf16_stochastic_round=True),
+    "adamw_bf16": OptimizerArguments(learning_rate=1e-2, optimizer="adamw_bf16"),
     "adamw_8bit": OptimizerArguments(learning_rate=1e-2, optimizer="adamw_8bit"),
     "muon": OptimizerArguments(learning_rate=1e-2, optimizer="muon", weight_decay=0.1),
     "adafactor": OptimizerArguments(learning_rate=1e-2, optimizer="adafactor"),
@@ -62,7 +62,7 @@ def offload(optimizer):
 
 def trained(optim, *, offloads, steps=4, first=0, state=None, weights=None):
     """Weights and the optimizer's saved state after some steps; or after more, from a saved state."""
-    dtype = torch.bfloat16 if optim.bf16_stochastic_round else torch.float32
+    dtype = torch.bfloat16 if optim.rounds_at_random else torch.float32
     is_flat = optim.optimizer == "adamw_8bit"  # bitsandbytes makes weights contiguous, and then layers round otherwise
     model = make_model(dtype, torch.contiguous_format if is_flat else torch.channels_last)
     optimizer = make_optimizer(optim, model, seed=3)
@@ -229,7 +229,7 @@ def test_what_stays_visits_and_is_pinned_by_hand(case):
         ({}, torch.bfloat16, 7 * 4 + 4 + 2),  # and the master is cast
         ({"optimizer": "sgd"}, torch.float32, 5 * 4),
         ({"optimizer": "adamw_8bit"}, torch.float32, 20 * 28),
-        ({"bf16_stochastic_round": True}, torch.bfloat16, 22 * 28),
+        ({"optimizer": "adamw_bf16"}, torch.bfloat16, 22 * 28),
     ],
 )
 def test_what_an_update_on_the_host_reads_and_writes(flags, dtype, num_bytes):

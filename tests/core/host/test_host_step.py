@@ -47,7 +47,7 @@ RULES = {
     "sgd": {"optimizer": "sgd"},
     "adamw_8bit": {"optimizer": "adamw_8bit"},
 }
-STOCHASTIC = {"bf16_stochastic_round": True}
+STOCHASTIC = {"optimizer": "adamw_bf16"}
 FIRST, LATER = 3, 4  # steps
 
 

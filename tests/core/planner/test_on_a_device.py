@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "sgd": OptimizerArguments(optimizer="sgd"),
     "adafactor": OptimizerArguments(optimizer="adafactor"),
     "muon": OptimizerArguments(optimizer="muon"),
-    "bf16": OptimizerArguments(bf16_stochastic_round=True),
+    "bf16": OptimizerArguments(optimizer="adamw_bf16"),
 }
 WITHIN = 0.04  # of 1 to 4 MiB
 
@@ -111,7 +111,7 @@ def test_no_prediction_is_below_the_peak_of_training(name, optimizer, word, accu
     if (name, optimizer) == ("densenet", "muon"):
         pytest.skip("it has no matrix of a hidden layer")
     device, optim = torch.device("cuda", 0), OPTIMIZERS[optimizer]
-    dtype = torch.bfloat16 if optim.bf16_stochastic_round else torch.float32
+    dtype = torch.bfloat16 if optim.rounds_at_random else torch.float32
     assert_predicted(lambda: workload_of(name, dtype, device), optim, word, accumulation_steps)
 
 
@@ -184,7 +184,7 @@ def test_state_on_the_host_is_in_the_prediction(pinned, name, optimizer, word, a
     device = torch.device("cuda", 0)
     gc.collect()
     before = torch.cuda.memory_allocated(device)
-    workload = workload_of(name, torch.bfloat16 if optim.bf16_stochastic_round else torch.float32, device)
+    workload = workload_of(name, torch.bfloat16 if optim.rounds_at_random else torch.float32, device)
     keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
     chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
     layout = BatchLayout.of(4 * accumulation_steps, 4, 1)
@@ -208,7 +208,7 @@ def test_a_step_on_the_host_takes_no_more_than_predicted(pinned, name, optimizer
     device = torch.device("cuda", 0)
     gc.collect()
     before = torch.cuda.memory_allocated(device)
-    workload = workload_of(name, torch.bfloat16 if optim.bf16_stochastic_round else torch.float32, device)
+    workload = workload_of(name, torch.bfloat16 if optim.rounds_at_random else torch.float32, device)
     keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
     chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
     static = static_memory_of(optim, workload.model, BatchLayout.of(4 * accumulation_steps, 4, 1), device_type="cuda")
@@ -218,7 +218,7 @@ def test_a_step_on_the_host_takes_no_more_than_predicted(pinned, name, optimizer
     peak = peak_of_training(optimizer, optim, workload, plan, accumulation_steps) - before
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    update = update_bytes("adamw_bf16" if optim.bf16_stochastic_round else "adamw", masters, on_cpu=True)
+    update = update_bytes(optim.optimizer, masters, on_cpu=True)
     assert static.host_bytes == sum(pinned) + sum(tensor.nbytes for tensor in state) + update
     assert peak <= predicted <= (1 + WITHIN) * peak
 

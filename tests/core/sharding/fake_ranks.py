@@ -125,9 +125,7 @@ class Shape:
 
     @property
     def optim(self):
-        is_stochastic = self.optimizer == "adamw_bf16"
-        name = "adamw" if is_stochastic else self.optimizer
-        return OptimizerArguments(optimizer=name, bf16_stochastic_round=is_stochastic, weight_decay=0.1)
+        return OptimizerArguments(optimizer=self.optimizer, weight_decay=0.1)
 
     @property
     def groups(self):

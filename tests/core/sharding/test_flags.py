@@ -38,7 +38,7 @@ def test_flags_that_need_whole_weights_are_refused(flags, line):
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
 def test_optimizers_that_step_shards(name):
     RecipeArguments(output_dir="run", shard="full", optimizer=name)
-    RecipeArguments(output_dir="run", shard="full", bf16_stochastic_round=True, dtype="bfloat16")
+    RecipeArguments(output_dir="run", shard="full", optimizer="adamw_bf16", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,11 @@ def test_what_is_done_to_whole_frozen_weights_is_refused(monkeypatch, flag, valu
     WithAdapters(output_dir="run", lora=True, **{flag: value})
 
 
-@pytest.mark.parametrize("way", ["micro_batch", "step"])
-def test_ways_to_reduce_gradients_are_for_shards(way):
-    with pytest.raises(InputError, match=f"reduce_gradients {way}: weights are whole, so gradients are reduced once"):
-        RecipeArguments(output_dir="run", shard="none", reduce_gradients=way)
-    RecipeArguments(output_dir="run", shard="none", reduce_gradients="auto")
-    RecipeArguments(output_dir="run", shard="full", reduce_gradients=way)
-    RecipeArguments(output_dir="run", reduce_gradients=way)  # the launch file may imply shards
-
-
 def test_both_ways_to_reduce_gradients_are_open_to_a_search_alone():
     budget = {"activation_checkpointing": "budget", "memory_budget_gib": 1}
     ways = {
-        (False,): [{}, {"reduce_gradients": "micro_batch"}, {**budget, "reduce_gradients": "micro_batch"}],
-        (True,): [{"reduce_gradients": "step"}, {**budget, "reduce_gradients": "step"}],
+        (False,): [{}, {"reduces_once": False}, {**budget, "reduces_once": False}],
+        (True,): [{"reduces_once": True}, {**budget, "reduces_once": True}],
         (False, True): [budget, {"micro_batch_size": "auto"}],
     }
     for reductions, flags in ways.items():

@@ -19,7 +19,7 @@ from memsave_recipes.training.optimizers import describe_state_in_shards, make_o
 STEPS, SAVED = 5, 3
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1}
 EIGHT_BIT = OptimizerArguments(optimizer="adamw_8bit", **OPTIONS)
-STOCHASTIC = OptimizerArguments(bf16_stochastic_round=True, **OPTIONS)
+STOCHASTIC = OptimizerArguments(optimizer="adamw_bf16", **OPTIONS)
 SHAPES = [(40, 256), (64, 96), (50, 100), (5000,), (7, 3), (2, 2500), (5, 2**17)]
 """With rows that ranks do not divide, fewer than there are ranks, and more numbers than a slice of an update has."""
 CUTS = [(2, "full"), *(pytest.param(*cut, marks=pytest.mark.slow) for cut in ((3, "full"), (4, "2")))]

@@ -51,15 +51,8 @@ def decayed(model, rule, **flags):
     """The names of the parameters that steps without gradients change."""
     if rule == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    is_rounded = rule == "adamw_bf16"
-    model.to(torch.bfloat16 if is_rounded else torch.float32)
-    optim = OptimizerArguments(
-        optimizer="adamw" if is_rounded else rule,
-        bf16_stochastic_round=is_rounded,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        **flags,
-    )
+    optim = OptimizerArguments(optimizer=rule, learning_rate=1e-2, weight_decay=0.1, **flags)
+    model.to(torch.bfloat16 if optim.rounds_at_random else torch.float32)
     optimizer = make_optimizer(optim, model)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.25)

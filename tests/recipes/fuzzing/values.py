@@ -98,8 +98,7 @@ BATCHNORM = {
     "batchnorm": Values(("local",), (None, "", "Global", "sync"), ("global",)),
 }
 OPTIMIZER = {
-    "optimizer": Values(("adamw", "adafactor", "sgd"), (None, "", "adam", "SGD"), ("adamw_8bit", "muon")),
-    "bf16_stochastic_round": Values(("no",), SWITCH[1], (None,)),
+    "optimizer": Values(("adamw", "adafactor", "sgd"), (None, "", "adam", "SGD"), ("adamw_8bit", "adamw_bf16", "muon")),
     "optimizer_in_backward": Values(("no",), SWITCH[1], (None,), codes=(4,)),
     "learning_rate": real("0", "1e-3", "1e-300", ".5", bad=("1e308",), odd=("1e30", "1e10"), codes=(4,)),
     "weight_decay": real("0", "0.1", bad=("1e308",), odd=("1e30",), codes=(4,)),

@@ -249,8 +249,10 @@ def test_gradients_are_reduced_once_a_step_where_that_is_faster(
     assert sum(once["parts"].values()) == once["needed_bytes"]
     assert once["parts"]["gradients"] > 2 * each["parts"]["gradients"]
     assert found["candidates"][found["chosen"]] == once
-    assert value(flags_of(found["launch"]), "--reduce_gradients") == "step"
-    assert "gradients are reduced once a step, and whole on each rank until then (--reduce_gradients step)" in out
+    launched = flags_of(found["launch"])  # a run without a budget reduces for every micro-batch
+    assert value(launched, "--activation_checkpointing") == "budget"
+    assert float(value(launched, "--memory_budget_gib")) == pytest.approx(found["budget_bytes"] / 2**30)
+    assert "gradients are reduced once a step, and whole on each rank until then" in out
     assert {"each", "once"} <= {word for line in out.splitlines() for word in line.split()}
     between = repr((each["needed_bytes"] + once["needed_bytes"]) / 2 / 2**30)
     found = planned([*words, "--memory_budget_gib", between], tmp_path)
@@ -259,11 +261,19 @@ def test_gradients_are_reduced_once_a_step_where_that_is_faster(
     assert chosen["fits"]
 
 
-@pytest.mark.parametrize("way", ["micro_batch", "step"])
-def test_a_way_to_reduce_gradients_that_is_named_is_kept(tmp_path: Path, way: str) -> None:
-    found = planned([*ACCUMULATING, "--reduce_gradients", way], tmp_path)
-    assert {one["reduces_once"] for one in found["candidates"]} == {way == "step"}
-    assert value(flags_of(found["launch"]), "--reduce_gradients") == way
+def test_a_plan_that_is_named_stays_with_a_search_where_gradients_are_reduced_once(tmp_path: Path) -> None:
+    words = [*SHARDS, "--shard", "full", "--global_batch_size", "16", "--activation_checkpointing", "none"]
+    found = planned([*words, "--interconnect", "0.1"], tmp_path)
+    chosen = found["candidates"][found["chosen"]]
+    launched = flags_of(found["launch"])
+    assert value(launched, "--activation_checkpointing") == "none"
+    assert (value(launched, "--micro_batch_size") == "auto") == chosen["reduces_once"]
+    assert ("--memory_budget_gib" in launched) == chosen["reduces_once"]
+
+
+def test_a_run_under_a_plan_in_a_file_reduces_gradients_for_every_micro_batch(tmp_path: Path) -> None:
+    found = planned([*ACCUMULATING, "--interconnect", "0.1", "--plan", str(tmp_path / "plan.json")], tmp_path)
+    assert not any(one["reduces_once"] for one in found["candidates"])
 
 
 def test_where_nothing_accumulates_nothing_is_said_of_reductions(
@@ -272,13 +282,7 @@ def test_where_nothing_accumulates_nothing_is_said_of_reductions(
     found = planned([*SHARDS, "--shard", "full", "--interconnect", "0.1"], tmp_path)
     assert not any(one["reduces_once"] for one in found["candidates"])
     assert "once" not in capsys.readouterr().out.split()
-    assert "--reduce_gradients" not in found["launch"]
-
-
-def test_whole_weights_have_no_way_to_reduce_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SHARDS[1:], "--reduce_gradients", "step"]) == 2
-    line = "--reduce_gradients step: weights are whole, so gradients are reduced once a step: shard them"
-    assert line in capsys.readouterr().err
+    assert "--memory_budget_gib" not in found["launch"]
 
 
 LONG_ROWS = ["--config_overrides", "n_layer=6,n_embd=128,n_head=2,n_positions=4096", "--block_size", "4096"]
