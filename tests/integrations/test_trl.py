@@ -6,8 +6,11 @@ from integrations.trainings import (
     CHECKPOINTING,
     LaterPeaks,
     chats,
+    chats_with_images,
     differing,
+    image_processor,
     llama,
+    llava,
     own_forwards,
     plans_while_recorded,
     preferences,
@@ -40,6 +43,18 @@ def fine_tuned(folder, callbacks, adapters, **arguments):
         train_dataset=chats(),
         processing_class=tokenizer(),
         peft_config=adapters,
+        callbacks=callbacks,
+    )
+    run.train()
+    return run
+
+
+def fine_tuned_on_images(folder, callbacks, frozen):
+    run = SFTTrainer(
+        model=llava(frozen),
+        args=SFTConfig(str(folder), **{**SMALL, "max_length": None}),
+        train_dataset=chats_with_images(),
+        processing_class=image_processor(),
         callbacks=callbacks,
     )
     run.train()
@@ -85,6 +100,12 @@ def check(train, budget_gib, printed):
 def test_sft(case, tmp_path, capsys):
     arguments, adapters, budget_gib = CASES[case]
     check(lambda callbacks: fine_tuned(tmp_path, callbacks, adapters, **arguments), budget_gib, capsys.readouterr)
+
+
+@plans_while_recorded
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["frozen tower", "all"])
+def test_sft_on_images(frozen, tmp_path, capsys):
+    check(lambda callbacks: fine_tuned_on_images(tmp_path, callbacks, frozen), 0.039, capsys.readouterr)
 
 
 @pytest.mark.parametrize("adapters", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["reference", "lora"])

@@ -5,10 +5,22 @@ from contextlib import ExitStack
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from memsave_recipes.core.costs.breakdown import break_down_peak
 from memsave_recipes.core.plans import Action
@@ -89,6 +101,43 @@ def chats(number=16, length=24):
             ]
         }
     )
+
+
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{{ '<image> ' if part['type'] == 'image' else part['text'] }}{% endfor %} </s> {% endfor %}"
+)
+
+
+def image_processor():
+    """Of a LLaVA: images of 48 pixels a side in 9 patches."""
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"height": 48, "width": 48}, do_center_crop=False),
+        tokenizer=words,
+        patch_size=16,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=IMAGE_TEMPLATE,
+    )
+
+
+def llava(frozen=False):
+    """A tower of four layers, of which the one before the last is read, and ``llama``'s decoder."""
+    torch.manual_seed(0)
+    tower = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=48, patch_size=16
+    )
+    config = LlavaConfig(vision_config=tower, text_config=llama().config, image_token_id=len(SPECIAL) + len(WORDS))
+    model = LlavaForConditionalGeneration(config)
+    model.model.vision_tower.requires_grad_(not frozen)
+    return model
+
+
+def chats_with_images():
+    shades = [Image.new("RGB", (40 + shade, 60), (shade, 3 * shade, 255 - shade)) for shade in range(16)]
+    return Dataset.from_dict({**chats().to_dict(), "images": [[shade] for shade in shades]})
 
 
 def preferences(number=16, length=24):

@@ -120,6 +120,7 @@ HUGGING_FACE = {
     "Llama": llama,
     "LLaVA's layer 3": lambda: llava(3),
     "LLaVA's layer -2": lambda: llava(-2),
+    "LLaVA's layers -2 and -1": lambda: llava([-2, -1]),
 }
 CASES = HUGGING_FACE | {
     f"{install.__name__}, marked by {mark}": lambda install=install, mark=mark: (
