@@ -51,8 +51,8 @@ class StepOnDevice:
         """Return the fewest samples that a forward of the run is given in another layout."""
         return self.batches.anew(layout).smallest_micro_batch
 
-    def running_blocks(self) -> list[str] | None:
-        """List the blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
+    def running_blocks(self) -> dict[str, bool] | None:
+        """Return what the core's ``running_blocks`` does; ``None``, without a run, for a single stack of blocks."""
         stacks = block_names(find_stacks(self.model))
         if len(stacks) < 2:
             return None

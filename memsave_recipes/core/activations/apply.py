@@ -5,7 +5,7 @@ they are. The replacements are in ``spans.py``.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,15 +46,16 @@ from memsave_recipes.core.plans import Action, Plan, Span, plan_for, read_plan
 from memsave_recipes.core.plans.plan import as_they_run
 
 
-def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
+def plan_blocks(model: nn.Module, strategy: str, running: Mapping[str, bool] | None = None) -> Plan:
     """The plan that ``strategy`` makes for ``model`` without measuring anything.
 
     Args:
         model: anything in which ``find_stacks`` finds blocks.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``bottleneck`` (DenseNets), another of
             ``plan_for``, or the path of a ``plan.json``.
-        running: the names of the blocks that run, in order, if known. A stack without any (the tower for images of a
-            model that is given text) is left out, and the others are taken in the order in which they run.
+        running: if known, the names of the blocks that run, in order, and whether a backward comes to each. A stack
+            without any (the tower for images of a model that is given text) is left out, the others are taken in the
+            order in which they run, and K counts no block without a backward.
 
     Raises:
         InputError: no such strategy or file, K out of range, or the model has no blocks for it.
@@ -71,7 +72,12 @@ def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None =
         names = as_they_run(names, running)
     if not names and strategy != "none":
         raise _without_blocks(model, strategy)
-    return plan_for(strategy, names)
+    return plan_for(strategy, names, idle_of(running or {}))
+
+
+def idle_of(running: Mapping[str, bool]) -> list[str]:
+    """Of blocks that run, those to which no backward comes."""
+    return [name for name, has_backward in running.items() if not has_backward]
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "PlanHandle":

@@ -381,12 +381,13 @@ class BlockRuns:
         return run
 
     def objection(self, plan: Plan) -> str | None:
-        """The objection to a plan of which fewer than half of the blocks ran again; ``None`` without one."""
+        """The objection to a plan of which fewer than half of the blocks ran again, unless the others are frozen."""
         planned = [name for action in Action if action.kind.runs_twice for name in plan.blocks_under(action)]
         idle = [name for name in planned if name not in self.again]
-        if 2 * len(idle) <= len(planned):
-            return None
         never = [name for name in idle if name not in self.first]
+        only_frozen = len(idle) < len(planned) and not never  # which save nothing under any plan
+        if 2 * len(idle) <= len(planned) or only_frozen:
+            return None
         why = f"{_listed(never)} never ran" if never else f"nothing before or in {_listed(idle)} trains"
         return (
             f"plan {plan.strategy}: {len(planned) - len(idle)} of {len(planned)} blocks ran "

@@ -100,8 +100,8 @@ class Measurement:
     kinds: Mapping[str, Hashable] = field(default_factory=dict)
 
     @property
-    def running(self) -> list[str]:
-        """The names of the blocks that ran."""
+    def running(self) -> dict[str, bool]:
+        """Those of ``StepTrace``."""
         return self.traces[0][1].running
 
     def chain(self, *, offload: Collection[Action] = (), tiles: bool = False, saves_part: bool = False) -> Chain:

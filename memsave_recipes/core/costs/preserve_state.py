@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.core.activations.block_state import CONTAINERS
+from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.activations.streaming import stream_of
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.sharding.tensors import is_sharded, local
@@ -251,16 +253,24 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
 
 def running_blocks(
     model: nn.Module, stacks: Sequence[Sequence[str]], forward: Callable[[], Any], device: torch.device
-) -> list[str]:
+) -> dict[str, bool]:
     """Return the names of the blocks in ``stacks`` that ``forward``, one of ``model``'s, runs, in order.
 
-    A block that runs a few modules (``0..2``) goes by the first of them. One that runs several times is there once.
+    Each with whether a backward comes to it. That is looked for where weights are frozen and not in shards, which a
+    forward without its backward would leave gathered. Nothing is saved for it. A block that runs a few modules
+    (``0..2``) goes by the first of them. One that runs several times is there once.
     """
-    ran: dict[str, None] = {}
+    looks = not (is_sharded(model) or all(parameter.requires_grad for parameter in model.parameters()))
+    ran: dict[str, bool] = {}
 
     def recorded(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ran.setdefault(name)
-        return method(*args, **kwargs)
+        ran.setdefault(name, not looks)
+        output = method(*args, **kwargs)
+        ran[name] |= any(tensor.requires_grad for tensor in tensors_in(output))
+        return output
+
+    def note(module: nn.Module, args: Any) -> None:
+        ran.setdefault(scripted.get(module, ""), True)
 
     scripted: dict[nn.Module, str] = {}
     with ExitStack() as recording:
@@ -271,12 +281,12 @@ def running_blocks(
                 continue
             recording.enter_context(replaced(module, "forward", partial(recorded, name, module.forward)))
         if scripted:
-            note = register_module_forward_pre_hook(lambda module, _: ran.setdefault(scripted.get(module, "")))
-            recording.enter_context(note)
-        with preserve_state(model, device), without_layerdrop(model), torch.no_grad():
+            recording.enter_context(register_module_forward_pre_hook(note))
+        saves_nothing = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with preserve_state(model, device), without_layerdrop(model), torch.set_grad_enabled(looks), saves_nothing:
             forward()
     ran.pop("", None)
-    return list(ran)
+    return ran
 
 
 MAX_ELEMENTS = 100_000

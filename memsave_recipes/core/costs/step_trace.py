@@ -36,9 +36,9 @@ class StepTrace:
     variables_bytes: int = 0
 
     @property
-    def running(self) -> list[str]:
-        """The names of the blocks that ran."""
-        return [part.block for part in self.parts if part.block is not None]
+    def running(self) -> dict[str, bool]:
+        """The names of the blocks that ran, and whether a backward came to each."""
+        return {part.block: part.backward is not None for part in self.parts if part.block is not None}
 
     @property
     def step(self) -> "Seconds":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 
 from memsave_recipes.core.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.core.activations.apply import idle_of
 from memsave_recipes.core.activations.blocks import named_stack
 from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
@@ -72,7 +73,8 @@ def make_plan(
             modules in training mode. In a model in training mode, modules in evaluation mode stay so.
         batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
             anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
-            reach. Call ``make_plan`` under the autocast of the training, if there is one.
+            reach, and K counts only those that have a backward. Call ``make_plan`` under the autocast of the training,
+            if there is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``selective``, ``offload``,
             ``full_offload``, ``compiled[:RATIO]``, ``bottleneck``, the path of a ``plan.json``, ``budget``, or
             ``budget:bitwise``, which keeps the bits of the same layers without a plan.
@@ -154,7 +156,7 @@ def plan_step(
     model, stacks = workload.model, workload.stacks
     refuse_compiled(model)
     running = running_blocks(model, stacks, workload.forward, workload.device)
-    plan = plan_for(strategy, stacks) if named else plan_blocks(model, strategy, running)
+    plan = plan_for(strategy, stacks, idle_of(running)) if named else plan_blocks(model, strategy, running)
     plan = plan.on_compiled_layers() if compiled else plan
     return replace(plan, prediction=_predicted(plan, workload, static, progress, ranks)) if predict else plan
 

@@ -3,7 +3,7 @@
 The candidates of a micro-batch size are the plans of ``STRATEGIES`` and the solver's plan for the budget.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from math import hypot, inf
@@ -246,7 +246,7 @@ class SearchSpace(Room):
 
     strategy: str
     static: Callable[[BatchLayout], StaticMemory]
-    plan_of: Callable[[str, Collection[str]], Plan]
+    plan_of: Callable[[str, Mapping[str, bool]], Plan]
     plan: Plan | None = None
     compiled: bool = False
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS

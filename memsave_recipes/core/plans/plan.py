@@ -9,13 +9,13 @@ of each block, and run a third time, one by one (section 4.3 of the same paper, 
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -372,7 +372,7 @@ def count_blocks(stacks: Stacks) -> int:
     return sum(len(stack) for stack in stacks)
 
 
-def as_they_run(stacks: Stacks, running: Sequence[str]) -> list[Sequence[str]]:
+def as_they_run(stacks: Stacks, running: Iterable[str]) -> list[Sequence[str]]:
     """Return the stacks of which a block runs, in the order in which they begin.
 
     Args:
@@ -426,6 +426,14 @@ def _cut(stacks: Stacks, count: int) -> Iterator[tuple[int, int]]:
     return pairwise(sorted({*boundaries, *accumulate(len(stack) for stack in stacks)}))
 
 
+def _spread(spans: Sequence[Span], blocks: Sequence[str], idle: Collection[str]) -> tuple[Span, ...]:
+    """Spans of the blocks that are not idle as spans of all, with those between them kept."""
+    at = [position for position, name in enumerate(blocks) if name not in idle]
+    spread = [replace(span, start=at[span.start], stop=at[span.stop - 1] + 1) for span in spans]
+    spread += [Span(start=i, stop=i + 1, action=Action.KEEP) for i, name in enumerate(blocks) if name in idle]
+    return tuple(sorted(spread, key=attrgetter("start")))
+
+
 UNIFORM_STRATEGIES = {action.kind.strategy: action for action in Action if action.kind.strategy}
 """Those that put every block by itself under one action."""
 TILED_STRATEGIES = tuple(name for name, action in UNIFORM_STRATEGIES.items() if action.kind.is_tiled)
@@ -450,22 +458,31 @@ def offloads(strategy: str) -> bool:
     return action is not None and action.kind.on_host is not None
 
 
-def plan_for(strategy: str, stacks: Stacks) -> Plan:
+def plan_for(strategy: str, stacks: Stacks, idle: Collection[str] = ()) -> Plan:
     """Return the plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
         strategy: any of ``KNOWN`` but ``bottleneck``, ``budget`` and a path.
         stacks: names of the blocks, in the order of the forward.
+        idle: those without a backward, which save nothing: where K counts blocks, these are kept and do not count.
 
     Raises:
         InputError: no such strategy, or K, TOKENS or RATIO is no number in its range.
     """
-    plan = partial(Plan, strategy=strategy, blocks=tuple(name for stack in stacks for name in stack))
+    blocks = tuple(name for stack in stacks for name in stack)
+    plan = partial(Plan, strategy=strategy, blocks=blocks)
     name, colon, argument = strategy.partition(":")
     if name in COUNTED_STRATEGIES:
-        num_blocks = count_blocks(stacks)
-        count = _parse_count(strategy, "K", num_blocks, f"to {num_blocks}, the blocks of this model")
-        return plan(spans=COUNTED_STRATEGIES[name](stacks, count))
+        trained = [
+            list(names) for stack in stacks for is_idle, names in groupby(stack, idle.__contains__) if not is_idle
+        ]
+        num_blocks, which = count_blocks(trained), " that have a backward" if idle else ""
+        if idle and not num_blocks:
+            raise InputError(
+                f"strategy {strategy}: no block of this model has a backward, so none saves memory: use none"
+            )
+        count = _parse_count(strategy, "K", num_blocks, f"to {num_blocks}, the blocks of this model{which}")
+        return plan(spans=_spread(COUNTED_STRATEGIES[name](trained, count), blocks, idle))
     action = UNIFORM_STRATEGIES.get(name)
     if action is None or (colon and action is not Action.COMPILE and not action.kind.is_tiled):
         raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")

@@ -235,7 +235,10 @@ def test_frozen_layers_have_no_backward(make_case):
     case = make_case("llama")
     without_cache(case.model).requires_grad_(False)
     case.model.model.layers[2].requires_grad_(True)
-    found = errors(workload_of(case.model, case.loss_of, case.batch), ["none", "full"])
+    workload = workload_of(case.model, case.loss_of, case.batch)
+    running = measure(workload, [plan_for("none", workload.stacks)]).running
+    assert plan_blocks(case.model, "segments:2", running).recomputed == ("model.layers.2",)
+    found = errors(workload, ["none", "full"])
     assert found["none"] == 0
     assert 0 <= found["full"] <= 0.2, found  # the chain thinks that frozen layers, too, would hold their input
 

@@ -203,3 +203,23 @@ def test_spans_must_cover_the_blocks():
         Plan(strategy="gap", blocks=("a", "b"), spans=(Span(start=1, stop=2, action=Action.KEEP),))
     with pytest.raises(ValueError, match="start < stop"):
         Span(start=1, stop=1, action=Action.KEEP)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("segments:2", [(0, 1, "keep"), (1, 3, "recompute"), (3, 4, "keep"), (4, 5, "recompute")]),
+        ("nested:1", [(0, 1, "keep"), (1, 3, "recompute_nested"), (3, 4, "keep"), (4, 5, "recompute_nested")]),
+        ("every:6", [(0, 1, "keep"), (1, 2, "recompute"), (2, 3, "keep"), (3, 4, "keep"), (4, 5, "keep")]),
+    ],
+)
+def test_blocks_without_a_backward_are_kept_and_not_counted(strategy, expected):
+    found = plan_for(strategy, STACKS, idle=("a", "d"))
+    assert found.blocks == tuple("abcdefgh")
+    assert [(span.start, span.stop, span.action.value) for span in found.spans][: len(expected)] == expected
+
+
+def test_where_nothing_has_a_backward_there_is_nothing_to_count():
+    with pytest.raises(InputError, match="segments:1: no block of this model has a backward"):
+        plan_for("segments:1", STACKS, idle="abcdefgh")
+    assert plan_for("full", STACKS, idle="abcdefgh") == plan_for("full", STACKS)
