@@ -1,5 +1,7 @@
 """Tiny configurations of the library's models: every entry that says how large something is, by its name."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -48,41 +50,53 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+@dataclass(frozen=True)
+class Rules:
+    """The sizes of entries by their names, and by model type the entries that these do not set right."""
+
+    sizes: Mapping[str, Any]
+    changes: Mapping[str, Mapping[str, Any]]
+
+
+RULES = Rules(SIZES, CHANGES)
+
+
+def tiny_config(model_type: str, rules: Rules = RULES, **changes: Any) -> PreTrainedConfig:
     """The configuration of ``model_type`` with tiny sizes and a dropout of 0.1; ``changes`` are its own entries.
 
     A part (a vision tower, say) is tiny, too; a change that is a dictionary with a ``model_type`` chooses the part, and
     one without changes its entries. Types that the rules do not suit have their own entries in ``exceptions.py``.
     """
-    return _tiny(CONFIG_MAPPING[model_type], CHANGES.get(model_type, {}) | changes)
+    return _tiny(CONFIG_MAPPING[model_type], {**rules.changes.get(model_type, {}), **changes}, rules)
 
 
-def _tiny(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
+def _tiny(kind: type[PreTrainedConfig], changes: dict[str, Any], rules: Rules) -> PreTrainedConfig:
     default = kind()
-    entries = _sizes(default.to_dict())
+    entries = _sizes(default.to_dict(), rules.sizes)
     for name, part in vars(default).items():
         if isinstance(part, PreTrainedConfig) and name not in changes:
-            entries[name] = _tiny_part(type(part), {})
+            entries[name] = _tiny_part(type(part), {}, rules)
     for name, value in changes.items():
-        entries[name] = _tiny_part(type(getattr(default, name, None)), value) if isinstance(value, dict) else value
+        is_part = isinstance(value, dict)
+        entries[name] = _tiny_part(type(getattr(default, name, None)), value, rules) if is_part else value
     return kind(**entries)
 
 
-def _tiny_part(kind: type, changes: dict[str, Any]) -> Any:
+def _tiny_part(kind: type, changes: dict[str, Any], rules: Rules) -> Any:
     """A part of a configuration; a dictionary that is none stays as it is."""
     if model_type := changes.get("model_type"):
-        return tiny_config(**changes) if model_type in CONFIG_MAPPING else changes
+        return tiny_config(**changes, rules=rules) if model_type in CONFIG_MAPPING else changes
     if not issubclass(kind, PreTrainedConfig):
         return changes
-    return _tiny(kind, CHANGES.get(kind.model_type, {}) | changes)
+    return _tiny(kind, {**rules.changes.get(kind.model_type, {}), **changes}, rules)
 
 
-def _sizes(defaults: dict[str, Any]) -> dict[str, Any]:
+def _sizes(defaults: dict[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Of the entries of a configuration, those that a rule knows."""
     entries = {
-        name: size for name, size in SIZES.items() if isinstance(defaults.get(name, size), int) and name in defaults
+        name: size for name, size in sizes.items() if isinstance(defaults.get(name, size), int) and name in defaults
     }
-    entries |= {name: SIZES[name] for name in defaults if name.endswith("_token_id") and name in SIZES}
+    entries |= {name: sizes[name] for name in defaults if name.endswith("_token_id") and name in sizes}
     if "kv_lora_rank" in defaults and "num_key_value_heads" in defaults:  # multi-head latent attention
         entries["num_key_value_heads"] = entries["num_attention_heads"]
     return entries | {name: 0.1 for name, value in defaults.items() if _is_dropout(name, value)}

@@ -9,7 +9,7 @@ NOTE [ decisions ]
   and layers left out: ``spans.py``. A model may name its own stacks in a class attribute ``activation_stacks``.
 * A child of an ``nn.Sequential`` that its parent loops over is a layer that the model calls: replacing the ``forward``
   of such a Sequential would have no effect. Equal layers in an ``nn.ModuleList`` are found in the same way, each by
-  itself.
+  itself; also in a tower that has no layers of transformers, beside a decoder that has (Llama 3.2's, Florence-2's).
 * ``bottleneck`` is DenseNet's ``memory_efficient=True``, as a strategy and not an argument of the model, so that
   BatchNorm counts once and the plan can be removed.
 * A block whose input waits on the host recomputes by itself, and so does a block that offloads: so its costs are

@@ -15,7 +15,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -105,12 +105,37 @@ def find_stacks(model: nn.Module) -> list[Stack]:
 
     Looks, in this order, for the ``nn.Sequential`` modules that the model names in a class attribute
     ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
-    ``nn.Sequential``, and ``nn.ModuleList`` or ``nn.ModuleDict`` of layers alike, with the stems before them. A model
+    ``nn.Sequential``, and ``nn.ModuleList`` or ``nn.ModuleDict`` of layers alike, with the stems before them. Models
+    inside of one with such modules, as towers for images are, may have none: there the last are looked for. A model
     with none of them has no stacks.
     """
     if declared := getattr(model, "activation_stacks", None):
         return [sequence_of(name, model.get_submodule(name)) for name in declared]
-    return _transformer_layers(model) or _stacks_of_containers(model)
+    stacks = _transformer_layers(model)
+    if not stacks:
+        return _stacks_of_containers(model)
+    for name, tower in _towers(model):
+        stacks += [_inside(name, stack) for stack in _stacks_of_containers(tower)]
+    order = {module: number for number, module in enumerate(model.modules())}
+    return sorted(stacks, key=lambda stack: order[stack.blocks[0].modules[0]])
+
+
+def _towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost models of transformers inside of ``model`` that have none of transformers' layers."""
+    found = ""
+    for name, module in model.named_modules():
+        is_inside = bool(found) and _is_below(name, found)
+        if name and not is_inside and is_of(MODEL, module) and not any(is_of(LAYER, part) for part in module.modules()):
+            found = name
+            yield name, module
+
+
+def _inside(name: str, stack: Stack) -> Stack:
+    """The stack of a module called ``name`` with the names of its blocks in the model around it."""
+    if isinstance(stack, SequentialStack):
+        blocks = tuple(replace(block, name=f"{name}.{block.name}") for block in stack.blocks)
+        return replace(stack, blocks=blocks)
+    return CalledLayers(tuple(replace(layer, name=f"{name}.{layer.name}") for layer in stack.blocks))
 
 
 def named_stack(model: nn.Module, names: Sequence[str]) -> CalledLayers:

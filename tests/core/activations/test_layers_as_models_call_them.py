@@ -75,6 +75,14 @@ def loss_of_hidden_states(model):
     return output.loss + sum(hidden.square().mean() for hidden in output.hidden_states)
 
 
+def loss_of_two_pieces(model):
+    """The second one reads the keys and values that layers have written for the first."""
+    first = model(input_ids=tokens()[:, :6], use_cache=True)
+    second = model(input_ids=tokens()[:, 6:], labels=tokens()[:, 6:], past_key_values=first.past_key_values)
+    assert first.past_key_values.get_seq_length() == 12
+    return second.loss + first.logits.square().mean()
+
+
 def llava():
     config = AutoConfig.for_model(
         "llava",
@@ -93,6 +101,7 @@ def of(auto, model_type, loss_of, **config):
 
 CASES = {
     "llama, hidden states": lambda: of(AutoModelForCausalLM, "llama", loss_of_hidden_states, **TEXT),
+    "llama, a text in two pieces": lambda: of(AutoModelForCausalLM, "llama", loss_of_two_pieces, **TEXT),
     "llava": llava,
     "dpt": lambda: of(
         AutoModelForDepthEstimation,
