@@ -79,7 +79,10 @@ class CausalLMLoss(nn.Module):
         vars(model)["compiles_loss"] = False  # which a plan that compiles layers changes
         self.balance = _balance_of(model)
         self.balancing_loss: Tensor | None = None  # of the last forward
-        self.takes_attention = all(_takes_kwargs(module) for module in (model, model.get_decoder()))
+        both = (model, model.get_decoder())
+        self.takes_attention = all(_takes_kwargs(module) for module in both)
+        self.named, of_decoder = (frozenset(signature(module.forward).parameters) for module in both)
+        self.unread = self.named - of_decoder  # such as images, which the model makes states of
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
             raise InputError(
@@ -99,21 +102,26 @@ class CausalLMLoss(nn.Module):
         attention_mask: Tensor | None = None,
         document_lengths: DocumentLengths | None = None,
         is_padded: bool | None = None,
-        **attention: Any,
+        **further: Any,
     ) -> Tensor:
         """Compute the summed loss, a scalar in at least float32, of tensors (B, T).
 
         Labels are not shifted; -100 does not count. Position ids that start again keep documents apart, if there is no
-        attention mask. ``is_padded`` is for ``padding_known``. Further arguments go to the model's attention. In
-        training the balancing loss of a mixture's routers is added: NOTE [ balanced experts ].
+        attention mask. ``is_padded`` is for ``padding_known``. Further arguments are inputs that the model names, such
+        as images, or go to its attention. In training the balancing loss of a mixture's routers is added:
+        NOTE [ balanced experts ].
+
+        Raises:
+            InputError: the model makes more or fewer states than there are labels.
         """
-        inputs = attention if self.takes_attention else {}
+        inputs = {name: value for name, value in further.items() if self.takes_attention or name in self.named}
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)  # (B, T): the states stay whole
         if self.sequence_group is not None:
             taken, targets = self.sequence_group.sliced(input_ids, targets, position_ids, document_lengths)
             inputs |= taken
         else:
-            inputs |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+            given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+            inputs |= {name: value for name, value in given.items() if value is not None}
             if attends_by_document(self.model):
                 if document_lengths is None:
                     raise ValueError("document_lengths are missing, by which this model keeps documents apart")
@@ -124,6 +132,7 @@ class CausalLMLoss(nn.Module):
         if self.head is None or (self.loss == "auto" and not needs_chunks):
             with padding_known(is_padded):
                 outputs = self.model(**inputs, use_cache=False)
+            self._check_length(outputs.logits, targets)
             logits = outputs.logits.flatten(0, 1)  # (B * T, V)
             logits = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
@@ -131,17 +140,27 @@ class CausalLMLoss(nn.Module):
         head, losses = self.head, []
 
         def loss_of(hidden: Tensor, tied: TiedGradient | None, run: Callable[..., Tensor]) -> Tensor:
+            self._check_length(hidden, targets)
             settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}
             losses.append(run(hidden.flatten(0, 1), targets, **settings))
             return losses[0]
 
         with self._tied(head.linear) as tied, padding_known(is_padded):
-            if self.balance and self.training:  # the model's forward, whose head gives the loss in place of logits
+            if (self.balance and self.training) or not self.unread.isdisjoint(inputs):
+                # The model's forward, whose head gives the loss in place of logits
                 with forward_of(head.linear, lambda hidden: loss_of(hidden, tied, head._loss)):
                     outputs = self.model(**inputs, use_cache=False)
                 return self._balanced(losses[0], outputs, targets)
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
         return loss_of(hidden, tied, head.loss)
+
+    def _check_length(self, states: Tensor, targets: Tensor) -> None:
+        found = states.shape[:-1].numel()
+        if found != len(targets):
+            raise InputError(
+                f"{type(self.model).__name__} makes {found:,} states for {len(targets):,} labels, so it is not known "
+                "which count: take another model"
+            )
 
     @property
     def figures(self) -> dict[str, float]:
@@ -280,7 +299,10 @@ def find_head(model: PreTrainedModel) -> Head | None:
         return Head(linear, next(_scales(model)), next(_softcaps(model)))
     with evaluating(model):
         tokens = torch.arange(min(8, linear.out_features), device=linear.weight.device)[None]
-        logits = model(tokens, use_cache=False).logits
+        try:
+            logits = model(tokens, use_cache=False).logits
+        except TypeError:  # of a model that takes no text alone
+            return None
         hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
     if hidden.shape[-1] != linear.in_features:  # ELECTRA projects them first
         return None
@@ -302,19 +324,23 @@ def _same(logits: Tensor, expected: Tensor) -> bool:
 
 def _scales(model: PreTrainedModel) -> Iterator[float]:
     """Cohere, Granite, HyperCLOVA and Falcon-H1 scale their logits, each under a name and in a direction of its own."""
-    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if value := getattr(model.config, name, None):
-            yield float(value)
-            yield 1 / value
+    for value in _entries(model, "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        yield value
+        yield 1 / value
     yield 1.0
 
 
 def _softcaps(model: PreTrainedModel) -> Iterator[float | None]:
     """Gemma 2 and its kin; RecurrentGemma."""
-    for name in ("final_logit_softcapping", "logits_soft_cap"):
-        if value := getattr(model.config, name, None):
-            yield float(value)
+    yield from _entries(model, "final_logit_softcapping", "logits_soft_cap")
     yield None
+
+
+def _entries(model: PreTrainedModel, *names: str) -> Iterator[float]:
+    """Those of the configuration that are set; of a model that takes images, of its text's."""
+    for name in names:
+        if value := getattr(model.config, name, None) or getattr(model.config.get_text_config(), name, None):
+            yield float(value)
 
 
 def check_causal(model: PreTrainedModel, name: str) -> None:
