@@ -1,13 +1,20 @@
 """Small models of images and text by their types, each with two rows of an image and a text."""
 
 import inspect
+from io import BytesIO
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from zoo.batches import tokens, values
 from zoo.tiny import IMAGE_SIZE, VOCABULARY, tiny_config
+
+from memsave_recipes.data.image_text import CHATML_END, TEMPLATE
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 IMAGE = VOCABULARY - 1
 M_ROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}}
@@ -60,3 +67,82 @@ def batch(model_type: str, model: transformers.PreTrainedModel) -> dict[str, Ten
         return made | {"pixel_values": values(2, 1, 2, 3, IMAGE_SIZE, IMAGE_SIZE)}
     ahead = (2, 1) if model_type in ("idefics3", "smolvlm") else (2,)
     return made | {"pixel_values": values(*ahead, 3, IMAGE_SIZE, IMAGE_SIZE)}
+
+
+WORDS = ["user system assistant What is in the picture ? I see a red green blue square , and nothing else . 0 1 2 3 4"]
+TILE = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+TOKENS = {
+    "llava": {"image_token": "<image>"},
+    "gemma3": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    "idefics3": {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>"}
+    | {"end": "<end_of_utterance>"}
+    | {f"tile_{number}": token for number, token in enumerate(TILE)},
+}
+"""Of the types whose processors need no torchvision."""
+
+
+def picture(width: int = 24, height: int = 24, seed: int = 0) -> Image.Image:
+    """Noise."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def png(*size: int, seed: int = 0) -> bytes:
+    """The file of a picture."""
+    file = BytesIO()
+    picture(*size, seed=seed).save(file, "PNG")
+    return file.getvalue()
+
+
+def make_processor(model_type: str, *, marks: bool = False) -> Any:
+    """One with a template that ``marks`` the assistant's turns by ``{% generation %}``, or does not."""
+    own = TOKENS[model_type]
+    learned = load_tokenizer(None, WORDS * 4, vocab_size=330)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=learned.backend_tokenizer,
+        pad_token="<pad>",
+        eos_token=CHATML_END,
+        extra_special_tokens={**own, "start": "<|im_start|>"},
+    )
+    written = own.get("boi_token", own["image_token"])
+    template = TEMPLATE.replace("END", repr(CHATML_END)).replace("IMAGE", repr(written))
+    if marks:
+        start, stop = template.index("{% if message['content'] is"), template.index("{% endfor %}{% if add")
+        content, is_reply = template[start:stop], "{% if message['role'] == 'assistant' %}"
+        both = f"{is_reply}{{% generation %}}{content}{{% endgeneration %}}{{% else %}}{content}{{% endif %}}"
+        template = template[:start] + both + template[stop:]
+    pil = transformers
+    if model_type == "llava":
+        images = pil.CLIPImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}, do_center_crop=False)
+        of_patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return pil.LlavaProcessor(images, tokenizer, chat_template=template, **of_patches)
+    if model_type == "gemma3":
+        images = pil.Gemma3ImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+        return pil.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=16)
+    images = pil.Idefics3ImageProcessorPil(
+        size={"longest_edge": 2 * IMAGE_SIZE}, max_image_size={"longest_edge": IMAGE_SIZE}
+    )
+    return pil.Idefics3Processor(images, tokenizer, chat_template=template, image_seq_len=16)
+
+
+def save(model_type: str, folder: Any) -> str:
+    """Write a tiny model in float64 and its processor; returns the folder."""
+    processor = make_processor(model_type)
+    tokenizer = processor.tokenizer
+    special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "eos", "bos")}
+    changes = TYPES[model_type][1]
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, **special}
+    named = "image_token_index" if model_type == "llava" else "image_token_id"
+    torch.manual_seed(0)
+    config = tiny_config(
+        model_type,
+        **{
+            **changes,
+            "text_config": {**changes.get("text_config", {}), **text},
+            named: tokenizer.convert_tokens_to_ids(TOKENS[model_type]["image_token"]),
+            **special,
+        },
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).double()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)

@@ -133,11 +133,12 @@ def _read_entries(path: str) -> dict[str, Any]:
     return entries
 
 
-def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
+def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None, within: str = "") -> Any:
     """Give ``model`` adapters, new ones or those of a folder, in place, freeze all else, and return peft's model.
 
     Args:
         task_type: ``CAUSAL_LM``; ``SEQ_CLS`` or, of images, ``None``, which train the head in any case.
+        within: the name of the part of the model whose layers get adapters.
 
     Raises:
         InputError: none of the target modules is there; as ``copied_modules``; or as ``load_adapters``.
@@ -156,6 +157,8 @@ def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None) -> Any:
     copied = [*copied_modules(model, task_type), *_named_modules(model, entries.pop("modules_to_save", None) or ())]
     take_whole(model, copied)
     targets = entries.pop("target_modules", None) or _targets(model, task_type, copied)
+    if within:
+        targets = [name for name in _adaptable(model, set()) if name.startswith(f"{within}.") and _is_in(name, targets)]
     source = "--lora" if flags.lora_config is None else f"--lora_config {flags.lora_config}"
     try:
         with warnings.catch_warnings():
@@ -183,6 +186,13 @@ def _targets(model: nn.Module, task_type: str | None, copied: Sequence[str]) -> 
     if task_type is not None:
         return "all-linear"
     return [*_adaptable(model, {weight for name in copied for weight in model.get_submodule(name).parameters()})]
+
+
+def _is_in(name: str, targets: Sequence[str] | str) -> bool:
+    """Tell as peft does whether a linear layer is among the target modules."""
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def _adaptable(model: nn.Module, whole: set[nn.Parameter]) -> dict[str, Any]:

@@ -135,12 +135,14 @@ class CausalLMLoss(nn.Module):
             self._check_length(outputs.logits, targets)
             logits = outputs.logits.flatten(0, 1)  # (B * T, V)
             logits = logits if logits.dtype == torch.float64 else logits.float()
+            self.look(targets, lambda counts: logits[counts])
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
             return self._balanced(loss, outputs, targets)
         head, losses = self.head, []
 
         def loss_of(hidden: Tensor, tied: TiedGradient | None, run: Callable[..., Tensor]) -> Tensor:
             self._check_length(hidden, targets)
+            self.look(targets, lambda counts: head.logits(hidden.flatten(0, 1)[counts]))
             settings = {"chunk_bytes": self.chunk_bytes, "tied": tied, "compiles": compiles}
             losses.append(run(hidden.flatten(0, 1), targets, **settings))
             return losses[0]
@@ -153,6 +155,9 @@ class CausalLMLoss(nn.Module):
                 return self._balanced(losses[0], outputs, targets)
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
         return loss_of(hidden, tied, head.loss)
+
+    def look(self, targets: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
+        """Look at the logits of ``targets``, (N,): ``logits_of`` gives those of a mask, bool (N,). Here nothing."""
 
     def _check_length(self, states: Tensor, targets: Tensor) -> None:
         found = states.shape[:-1].numel()

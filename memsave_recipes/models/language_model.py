@@ -80,7 +80,7 @@ def settle_language_model(
     Returns:
         A line on the attention.
     """
-    _stop_at(model, end_of_turn)
+    stop_at(model, end_of_turn)
     return (attend(model, args, SequenceGroup.of(args.sequence_parallel, timeout)),)
 
 
@@ -106,7 +106,7 @@ def _compiles(model: PreTrainedModel, args: Any) -> bool:
     return plan_blocks(model, str(args.activation_checkpointing)).compiles
 
 
-def _stop_at(model: PreTrainedModel, token: int | None) -> None:
+def stop_at(model: PreTrainedModel, token: int | None) -> None:
     """Let ``generate``, also of the saved model, stop at ``token``, where the assistant's turns end."""
     if token is None or model.generation_config is None:
         return

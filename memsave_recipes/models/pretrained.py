@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +83,9 @@ class TransformerArguments:
     )
     model_type: str | None = option(None, "type of a transformers model to train from scratch, such as gpt2")
     config_overrides: str | None = option(
-        None, 'entries of the configuration of --model_type, such as "n_layer=4,n_head=4"'
+        None,
+        'entries of the configuration of --model_type, such as "n_layer=4,n_head=4"; of a part: '
+        '"text_config.hidden_size=64"',
     )
     attn_implementation: str | None = option(
         None, "attention kernel: eager, sdpa, flash_attention_2, ...; default: transformers' choice"
@@ -113,7 +115,7 @@ class TransformerArguments:
     def vocab_size(self) -> int:
         """Most tokens of a tokenizer that is trained for the model, as ``--config_overrides`` says."""
         entries = dict(entry.partition("=")[::2] for entry in (self.config_overrides or "").split(","))
-        size = entries.get("vocab_size", "")
+        size = entries.get("vocab_size", entries.get("text_config.vocab_size", ""))
         return int(size) if size.isascii() and size.isdigit() else VOCAB_SIZE
 
     @property
@@ -420,17 +422,39 @@ def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, 
     if flags.config_overrides is not None:
         # Gemma 4 otherwise refuses to read an entry that layers may override.
         config.allow_global_per_layer_attribute_access = True
-        config.update_from_string(flags.config_overrides)
+        overrides = _read_overrides(config, flags.config_overrides.split(","))
         check_configuration(config)
         # Made anew, because derived entries (the types of the layers, say) are derived only at the start.
-        names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
-        overrides = {name: getattr(config, name) for name in names}
         _check_overrides(overrides, config_changes)
-        config = AutoConfig.for_model(str(flags.model_type), **config_changes | overrides)
+        config = AutoConfig.for_model(str(flags.model_type), **_merged(config_changes, overrides))
     _set_dropout(config, flags.dropout, but=overrides)
     _drop_padding_outside_the_vocabulary(config)
     config.architectures = config.architectures or []  # transformers chooses by it between two classes (DeiT, LeViT)
     return config
+
+
+def _read_overrides(config: PreTrainedConfig, pairs: Sequence[str]) -> dict[str, Any]:
+    """Set the entries ``name=value``, or ``part.name=value``, in ``config``; return them, those of a part below it.
+
+    A part is made of its own type's defaults and of what is named of it.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, is_nested, rest = pair.partition("=")[0].partition(".")
+        part = getattr(config, name, None)
+        if is_nested and isinstance(part, PreTrainedConfig):
+            entries = found.setdefault(name, {"model_type": part.model_type})
+            entries |= _read_overrides(part, [pair.partition(".")[2]])
+            continue
+        config.update_from_string(pair)
+        found[name + is_nested + rest] = getattr(config, name)
+    return found
+
+
+def _merged(entries: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Return ``entries`` with those of ``others``, also of the dictionaries in both."""
+    both = [name for name, other in others.items() if isinstance(entries.get(name), dict) and isinstance(other, dict)]
+    return entries | others | {name: _merged(entries[name], others[name]) for name in both}
 
 
 def _sides_of_an_image(model_type: str, config_changes: dict[str, Any]) -> dict[str, Any]:
@@ -576,6 +600,10 @@ def _set_dropout(config: PreTrainedConfig, probability: float | None, but: Colle
     """Set all dropouts ``but`` some: transformers has a name for each, and no two models share all of them."""
     if probability is None:
         return
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig):
+            given = but[name] if isinstance(but, dict) and isinstance(but.get(name), dict) else ()
+            _set_dropout(part, probability, given)
     for name, value in config.to_dict().items():
         is_rate = isinstance(value, int | float) and not isinstance(value, bool) and name not in but
         if ("dropout" in name or "pdrop" in name) and is_rate:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -25,6 +25,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitImageProcessorPil,
@@ -37,6 +38,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
@@ -46,6 +48,7 @@ from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import CONFIG, ConvnetConfig
 from memsave_recipes.models.hub import ask_hub_for, loading_by_name, open_tokenizer
 from memsave_recipes.models.image_classifiers import GREY_BITS, MODELS, load_saved_convnet, read_convnet, read_grey_bits
+from memsave_recipes.models.image_text import open_processor
 from memsave_recipes.models.labels import SINGLE, ProblemType
 from memsave_recipes.models.pretrained import (
     LABELS,
@@ -65,18 +68,23 @@ from memsave_recipes.models.pretrained import (
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPARED = 16
 """Samples of which a tokenizer that was saved has to make the same tokens."""
-IMAGE_PROCESSOR = "preprocessor_config.json"
+IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 HINT = "take another copy"
 BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
 """Of an image that a processor makes, and how many pixels one may have."""
 
-TaskName = Literal["image-classification", "text-classification", "text-generation"]  # as of transformers.pipeline
+IMAGE_TEXT: Final = "image-text-to-text"
+TaskName = Literal[  # as of transformers.pipeline
+    "image-classification", "text-classification", "image-text-to-text", "text-generation"
+]
 KINDS: dict[TaskName, tuple[Any, dict[str, Any]]] = {
     "image-classification": (AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
     "text-classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "image-text-to-text": (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     "text-generation": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
 }
+OF_LABELS = ("image-classification", "text-classification")
 OF_ADAPTERS: dict[str | None, TaskName] = {
     **{"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation", None: "image-classification"}
 }
@@ -191,6 +199,17 @@ def save_tokenizer(folder: Path, *, tokenizer: PreTrainedTokenizerBase, samples:
     )
 
 
+def save_processor(folder: Path, *, processor: Any, texts: Sequence[str]) -> None:
+    """Write the processor of a model of images and text beside it, so that ``AutoProcessor`` opens it.
+
+    Args:
+        texts: those of which the tokenizer that is saved has to make the same tokens.
+    """
+    processor.save_pretrained(folder)
+    tokens = [{"input_ids": processor.tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
+    save_tokenizer(folder, tokenizer=processor.tokenizer, samples=tokens)
+
+
 def save_text_processor(
     folder: Path,
     *,
@@ -302,16 +321,16 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
     options = {"trust_remote_code": trust_remote_code}
     with loading_by_name(str(path), f"the model of {path}", HINT):
         config = AutoConfig.from_pretrained(path, **options)
-        task = _task_of(config)
+        task = _task_of(config, has_processor=_has_processor(path))
         if task is None:
             raise InputError(f"{path} holds {config.model_type}, no classifier or causal language model: take another")
         model = load_weights_of(KINDS[task][0], path, new_head=False, config=config, **options)
-    is_image = task == "image-classification"
-    names = () if task == "text-generation" else tuple(str(name) for _, name in sorted(config.id2label.items()))
+    is_classifier = task in OF_LABELS
+    names = tuple(str(name) for _, name in sorted(config.id2label.items())) if is_classifier else ()
     return SavedModel(
         model=model.eval(),
         task=task,
-        processor=(_image_processor if is_image else _tokenizer)(path, trust_remote_code),
+        processor=_processor(task, path, trust_remote_code),
         label_names=names,
         problem_type=problem_of(config) if names else SINGLE,
     )
@@ -322,7 +341,8 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     if kind not in OF_ADAPTERS:
         raise InputError(f"{path} holds adapters for {kind}: take some for {', '.join(OF_ADAPTERS.values())}")
     task, options = OF_ADAPTERS[kind], {"trust_remote_code": trust_remote_code}
-    names = {} if task == "text-generation" else read_labels(path)
+    task = IMAGE_TEXT if task == "text-generation" and _has_processor(path) else task
+    names = read_labels(path) if task in OF_LABELS else {}
     ask_hub_for(base)
     check_files(base)
     try:
@@ -331,10 +351,9 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
         model = load_weights_of(KINDS[task][0], base, config=config, **brings_head, **options)
     except LOADING_ERRORS as error:
         raise missing_base(path, base, error) from error
-    if task == "image-classification":
-        processor = _image_processor(path, trust_remote_code)
-    else:
-        processor = _tokenizer(path if (path / TOKENIZER_CONFIG).is_file() else base, trust_remote_code)
+    has_own = task != "text-generation" or (path / TOKENIZER_CONFIG).is_file()
+    processor = _processor(task, path if has_own else base, trust_remote_code)
+    if task.startswith("text"):
         of_text = config.get_text_config()
         if of_text.pad_token_id is None:
             of_text.pad_token_id = processor.pad_token_id
@@ -343,11 +362,30 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     return SavedModel(model=adapted, task=task, processor=processor, **labels)
 
 
-def _task_of(config: Any) -> TaskName | None:
-    """Find the task by the class that was saved; code of its own names its auto class instead."""
+def _has_processor(path: Path) -> bool:
+    return any((path / name).is_file() for name in (PROCESSOR, IMAGE_PROCESSOR))
+
+
+def _processor(task: TaskName, path: str | Path, trust_remote_code: bool) -> Any:
+    if task == IMAGE_TEXT:
+        return open_processor(str(path), flag="", trust_remote_code=trust_remote_code)
+    return (
+        _image_processor(Path(path), trust_remote_code)
+        if task == "image-classification"
+        else _tokenizer(path, trust_remote_code)
+    )
+
+
+def _task_of(config: Any, *, has_processor: bool) -> TaskName | None:
+    """Find the task by the class that was saved; code of its own names its auto class instead.
+
+    Without a processor beside it, a model that takes images is one of text alone.
+    """
     named = set(config.architectures or ())
     own = getattr(config, "auto_map", None) or {}
     for task, (auto_class, classes) in KINDS.items():
+        if task == IMAGE_TEXT and not has_processor:
+            continue
         known = chain.from_iterable([one] if isinstance(one, str) else one for one in classes.values())
         if named & set(known) or auto_class.__name__ in own:
             return task

@@ -68,19 +68,19 @@ class ClassifierTrainingArguments(TrainedPartArguments):
         return self.freeze_backbone or super().freezes
 
 
-def train_part(model: Any, flags: TrainedPartArguments, *, task_type: str | None) -> Any:
+def train_part(model: Any, flags: TrainedPartArguments, *, task_type: str | None, within: str = "") -> Any:
     """Freeze in ``model`` what the flags leave out, add the adapters that they ask for, and return what is saved.
 
     What trains beside frozen weights in float16 is float32. BatchNorm that is frozen keeps its statistics:
     NOTE [ frozen BatchNorm ].
 
     Args:
-        task_type: as ``add_lora``.
+        task_type, within: as ``add_lora``.
 
     Raises:
         InputError: as ``add_lora``; the model has no head outside of its backbone.
     """
-    adapted = add_lora(model, flags, task_type=task_type)
+    adapted = add_lora(model, flags, task_type=task_type, within=within)
     if getattr(flags, "freeze_backbone", False):
         if not (head := outside_the_backbone(model)):
             raise InputError(

@@ -17,7 +17,7 @@ from memsave_recipes.training.checkpoints import Checkpoints
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``fuzzing``
 from lives import Killed, be_rank, loaded
 
-images._read_digits = cache(images._read_digits)  # the same 1,797 images for all runs of this process
+images.read_digits = cache(images.read_digits)  # the same 1,797 images for all runs of this process
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ def tokenize_conversations(
 
 def _row(conversation: str, place: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     chat: Conversation = json.loads(conversation)
-    template = _Template(tokenizer, place, chat["tools"], chat.get("options", {}))
+    template = ChatTemplate(tokenizer, place, chat["tools"], chat.get("options", {}))
     messages, uncounted = template.written(chat["messages"]), chat.get("uncounted", [])
     tokens, turns = template.encode(messages)
     is_assistant = turns >= 0
@@ -225,7 +225,7 @@ def encode(
     Raises:
         InputError: the template does not take it, drops a part of it, or leaves the assistant's tokens unknown.
     """
-    template = _Template(tokenizer, place, tools)
+    template = ChatTemplate(tokenizer, place, tools)
     tokens, turns = template.encode(template.written(messages))
     return tokens, turns >= 0
 
@@ -233,7 +233,7 @@ def encode(
 def render_prompt(chat: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the next reply follows, for ``memsave predict``; raise ``InputError`` where it is refused."""
     way_out = "change it, or continue a text with --no_chat"
-    template = _Template(tokenizer, "a conversation", chat["tools"], chat.get("options", {}), way_out)
+    template = ChatTemplate(tokenizer, "a conversation", chat["tools"], chat.get("options", {}), way_out)
     return template.render(chat["messages"], add_generation_prompt=True)
 
 
@@ -255,7 +255,7 @@ def _memory_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int, int]]) -> np.ndarray:
+def in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int, int]]) -> np.ndarray:
     """Return the turn in whose span each token lies, or -1; one that reaches over the beginning does, not the end."""
     first, last = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     turns = np.full(len(first), -1)
@@ -267,7 +267,7 @@ def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[i
 
 
 @dataclass(frozen=True, eq=False)
-class _Template:
+class ChatTemplate:
     """The chat template of a tokenizer; ``place`` names the conversation in messages, ``way_out`` ends a refusal."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -293,7 +293,7 @@ class _Template:
             turns = self._turns_of_runs(np.asarray(encoded["assistant_masks"], dtype=bool), messages)
         else:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            turns = _in_spans(encoded["offset_mapping"], text, self.assistant_spans(messages, text))
+            turns = in_spans(encoded["offset_mapping"], text, self.assistant_spans(messages, text))
         if (turns < 0).all():
             raise InputError(f"{self.place}: the chat template marks no token as the assistant's: {OWN_TEMPLATE}")
         return np.asarray(encoded["input_ids"], dtype=np.int32), turns
@@ -334,6 +334,7 @@ class _Template:
         return False
 
     def render(self, messages: list[Message], **options: Any) -> str:
+        """Return the text of messages; raise ``InputError`` where the template refuses them."""
         try:
             with _memory_limit(MAX_BYTES):
                 text = str(self.apply(messages, tokenize=False, **options))
@@ -501,6 +502,7 @@ class _Template:
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
+        """The special tokens, which may end a turn."""
         return tuple({str(token) for token in self.tokenizer.added_tokens_decoder.values()} - {""})
 
 

@@ -138,7 +138,7 @@ def load_conversations(
     splits = {split: _read_files(f"--{split}_file", named) for split, named in words.items() if named}
     notes = of_rows(splits.values())
     if list(splits) == ["train"]:
-        parts, note = _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
+        parts, note = held_out_of(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
         return TextSplits(**parts, notice="; ".join([note, *notes]))
     return TextSplits(splits.get("train", splits["validation"]), splits["validation"], "; ".join(notes) or None)
 
@@ -166,14 +166,19 @@ def _conversations_of(files: Iterable[str], flag: str, version: str) -> Iterator
         for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"
             held = place if holds_rows(path, row) else ""
-            row = _without_nulls(row) if path.lower().endswith(".parquet") else row
-            keys = keys or _format_of(row, place)
+            row = without_nulls(row) if path.lower().endswith(".parquet") else row
+            keys = keys or format_of(row, place)
             chat = read_conversation(row, place, keys)
-            learned = [at for at, message in enumerate(chat["messages"]) if message["role"] == "assistant"]
-            if not set(learned) - set(chat.get("uncounted", ())):
-                what = "turn of the assistant that counts" if learned else "turn of the assistant"
-                raise InputError(f"{place} has no {what}, so nothing to learn from: add one or remove the row")
+            check_replies(chat, place)
             yield {**as_row(chat, place), **noted(chat.get("unused", ()), held)}
+
+
+def check_replies(chat: Conversation, place: str) -> None:
+    """Raise ``InputError`` where no turn of the assistant counts."""
+    learned = [at for at, message in enumerate(chat["messages"]) if message["role"] == "assistant"]
+    if not set(learned) - set(chat.get("uncounted", ())):
+        what = "turn of the assistant that counts" if learned else "turn of the assistant"
+        raise InputError(f"{place} has no {what}, so nothing to learn from: add one or remove the row")
 
 
 def as_row(chat: Conversation, place: str = "a conversation", held_out: bool = False) -> dict[str, Any]:
@@ -191,7 +196,8 @@ def texts_of(message: Message) -> Iterator[str]:
         yield from (call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
 
 
-def _format_of(row: Any, place: str) -> tuple[str, ...]:
+def format_of(row: Any, place: str) -> tuple[str, ...]:
+    """Return the keys of ``FORMATS`` that a row has; raise ``InputError`` where it has none."""
     if _holds(row)(PREFERENCES):
         raise InputError(
             f"{place} is a preference pair (chosen, rejected), which these recipes do not train on: use DPOTrainer of "
@@ -206,9 +212,9 @@ def _format_of(row: Any, place: str) -> tuple[str, ...]:
 
 def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None) -> Conversation:
     """Read a row, in the format ``keys`` where that is known; raise ``InputError`` for what is malformed in it."""
-    keys = keys or _format_of(row, place)
+    keys = keys or format_of(row, place)
     if not _holds(row)(keys):
-        others = " and ".join(_format_of(row, place))
+        others = " and ".join(format_of(row, place))
         raise InputError(
             f"{place} has {others} where the rows before it have {' and '.join(keys)}: give one file for each format"
         )
@@ -217,7 +223,7 @@ def read_conversation(row: Any, place: str, keys: tuple[str, ...] | None = None)
     if _is_mark_of_row(row.get("mask")):
         raise InputError(f"{place} has mask, which may mean either: name it loss_mask (1 counts), or remove it")
     is_pair = keys == ("prompt", "completion")
-    messages = _prompt_and_completion(row, place) if is_pair else _parsed(row[keys[0]], keys[0], place)
+    messages = _prompt_and_completion(row, place) if is_pair else parsed(row[keys[0]], keys[0], place)
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{place} has no messages: add some or remove the row")
     named = ("from", "value") if keys == ("conversations",) else ("role", "content")
@@ -261,7 +267,7 @@ def _system_of(row: dict[str, Any], place: str) -> str:
 
 def _options_of(row: dict[str, Any], place: str) -> dict[str, Any]:
     """Return what a row tells its template, as transformers' ``apply_chat_template`` takes it."""
-    given = _parsed(row.get(KWARGS) or {}, KWARGS, place)
+    given = parsed(row.get(KWARGS) or {}, KWARGS, place)
     if not isinstance(given, dict):
         raise InputError(f"{place}: {KWARGS} is no JSON object: correct the row")
     columns = {key: WORDS.get(str(row[key]).lower(), row[key]) for key in OPTIONS if key in given_keys(row)}
@@ -277,7 +283,7 @@ def _marks_of(row: dict[str, Any], messages: list[Any], assistants: list[int], p
         [(key, message[key]) for key in (*COUNTS, *COUNTS_NOT) if key in given_keys(message)] for message in messages
     ]
     for key in (key for key in (*COUNTS, *COUNTS_NOT) if _is_mark_of_row(row.get(key))):
-        given = _parsed(row[key], key, place)
+        given = parsed(row[key], key, place)
         given = given if isinstance(given, list) else [given] * len(assistants)
         if len(given) not in (len(messages), len(assistants)):
             raise InputError(f"{place} has {len(given)} values of {key} for {len(messages)} messages: correct the row")
@@ -315,7 +321,7 @@ def _unused_of_message(message: dict[str, Any], role_key: str, content_key: str)
 
 def _prompt_and_completion(row: Any, place: str) -> list[Any]:
     pair = (row["prompt"], row["completion"])
-    prompt, completion = (_parsed(one, "a prompt", place) if LIST.match(str(one)) else one for one in pair)
+    prompt, completion = (parsed(one, "a prompt", place) if LIST.match(str(one)) else one for one in pair)
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -368,16 +374,16 @@ def _more_of(message: Any, role: str, place: str) -> Message:
 
 def _functions(value: Any, key: str, place: str) -> list[dict[str, Any]]:
     """Return tools or calls, each ``{"type": "function", "function": ...}`` with what it has beside these."""
-    found = _parsed(value, key, place) or []
+    found = parsed(value, key, place) or []
     functions = []
     for item in found if isinstance(found, list) else [found]:
-        named = _parsed(item, key, place)
+        named = parsed(item, key, place)
         named = named if _value(named, "function") else {"function": named}
-        function = _parsed(named["function"], key, place)
+        function = parsed(named["function"], key, place)
         if not isinstance(_value(function, "name"), str):
             raise InputError(f"{place} has {key} without the name of a function: correct or remove them")
         if key == "tool_calls":
-            arguments = _parsed(function.get("arguments") or {}, f"arguments of {function['name']}", place)
+            arguments = parsed(function.get("arguments") or {}, f"arguments of {function['name']}", place)
             if not isinstance(arguments, dict):
                 raise InputError(f"{place}: the arguments of {function['name']} are no JSON object: correct the row")
             function = {**function, "arguments": arguments}
@@ -386,7 +392,7 @@ def _functions(value: Any, key: str, place: str) -> list[dict[str, Any]]:
     return functions
 
 
-def _parsed(value: Any, key: str, place: str) -> Any:
+def parsed(value: Any, key: str, place: str) -> Any:
     """Return a value that a file may have as JSON text, as CSV and Parquet files do."""
     try:
         return read_json(value) if isinstance(value, str) and value.strip() else value
@@ -394,13 +400,14 @@ def _parsed(value: Any, key: str, place: str) -> Any:
         raise InputError(f"{place}: {key} is text and no JSON ({error}): correct the row") from error
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Return a row without nulls, as structs of Arrow give each the keys of all; a date, say, becomes a text."""
     known = json.dumps(value, default=str)
     return json.loads(known, object_hook=lambda found: {key: item for key, item in found.items() if item is not None})
 
 
-def _held_out(rows: datasets.Dataset, source: str) -> tuple[Splits, str]:
+def held_out_of(rows: datasets.Dataset, source: str) -> tuple[Splits, str]:
+    """Split conversations by their digests; return the splits, and a line on them."""
     splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:])
     if not len(splits["train"]):
         raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")

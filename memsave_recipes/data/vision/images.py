@@ -218,7 +218,7 @@ def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
         files = find_images(flags.data_dir)
         splits, left_out = read_folder(files, flags.source), files.notes
     elif flags.dataset == "digits":
-        splits = _read_digits()
+        splits = read_digits()
     else:
         splits = _read_hub(str(flags.dataset))
     splits = {split: _image_and_label(rows, flags.source) for split, rows in splits.items()}
@@ -305,7 +305,7 @@ def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, seed: int) -> S
 
 
 @progress_bars(False)
-def _read_digits() -> Splits:
+def read_digits() -> Splits:
     """Read the digits, always in the same stratified 80/20 split."""
     with packages_of("vision", "the digits"):
         from sklearn.datasets import load_digits  # takes a second to import, and only this source needs it
