@@ -2,7 +2,8 @@
 
 Classifiers compute the probabilities of the recipe's evaluation: of one class, or with several labels a sample of each
 class by itself. Regression gives the number. Language models continue a prompt greedily; where the
-tokenizer has a chat template, the prompt is a user's message and the continuation its reply.
+tokenizer has a chat template, the prompt is a user's message and the continuation its reply. So do models of images
+and text, whose message begins with the images that are named before it.
 """
 
 import json
@@ -25,12 +26,13 @@ from transformers.utils.logging import disable_progress_bar
 from memsave_recipes.core.errors import InputError, packages_of, require
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.text import first_line, printable, read_json
+from memsave_recipes.data.image_text import encoded, render_question
 from memsave_recipes.data.sources import of_left_out
 from memsave_recipes.data.text.chat_template import render_prompt
 from memsave_recipes.data.text.conversations import Conversation, is_conversation, read_conversation
 from memsave_recipes.data.vision.decoding import MAX_GREY_BITS, decode, reason_of
 from memsave_recipes.models.labels import MULTI, REGRESSION
-from memsave_recipes.models.saved import SavedModel, load
+from memsave_recipes.models.saved import IMAGE_TEXT, SavedModel, load
 
 with packages_of("vision", "images"):
     from PIL import Image
@@ -80,11 +82,26 @@ def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments
     Returns paths of images; or texts, pairs of texts and conversations. Raises ``InputError`` where a file is missing,
     unreadable, or not what the model takes.
     """
+    if saved.task == IMAGE_TEXT:
+        return list(_questions_of(words, flags))
     read: Callable[..., Iterator[Any]] = _images_of if saved.task == "image-classification" else _texts_of
     inputs = [found for word in words for found in read(word, flags)]
     if any(isinstance(found, dict) for found in inputs) and not _has_template(saved):
         raise InputError("the rows are conversations, and the model has no chat template: name a --text_column")
     return inputs
+
+
+def _questions_of(words: Sequence[str], flags: PredictArguments) -> Iterator[tuple[list[Path], str]]:
+    """Yield each word that is no image with the images before it, up to another such word."""
+    images: list[Path] = []
+    for word in words:
+        if os.path.exists(word):
+            images += _images_of(word, flags)
+        else:
+            yield images, word
+            images = []
+    if images:
+        raise InputError(f"{images[-1]} is not followed by a question: give one behind the images")
 
 
 def _images_of(word: str, flags: PredictArguments) -> Iterator[Path]:
@@ -165,6 +182,8 @@ def _without_reply(chat: Conversation, row: str) -> Conversation:
 def _name_of(value: Any) -> str:
     if isinstance(value, dict):
         return str(value["messages"][-1]["content"])
+    if isinstance(value, tuple) and isinstance(value[0], list):
+        return " | ".join(map(str, (*value[0], value[1])))
     return " | ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -179,8 +198,9 @@ def predict(saved: SavedModel, inputs: Sequence[Any], flags: PredictArguments) -
         InputError: an image cannot be decoded, a text is too long, or the model, its processor or its template fail.
         FloatingPointError: what the model makes is not finite.
     """
-    answer: Callable[..., Iterator[Any]] = _generated if saved.task == "text-generation" else _classified
-    key = "generated_text" if saved.task == "text-generation" else "predictions"
+    generates = saved.task in ("text-generation", IMAGE_TEXT)
+    answer: Callable[..., Iterator[Any]] = _generated if generates else _classified
+    key = "generated_text" if generates else "predictions"
     key = "value" if saved.problem_type == REGRESSION else key
     rows: list[dict[str, Any]] = []
     with ProgressBar(total=len(inputs), unit="input") as bar:
@@ -242,16 +262,20 @@ def _decoded(path: Path, grey_bits: int | None) -> Image.Image:
 
 @torch.no_grad()
 def _generated(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Iterator[str]:
-    model, tokenizer = saved.model, saved.processor
-    tokens = _prompts(saved, values, flags).to(next(model.parameters()).device)
+    model: Any = saved.model
+    of_images = saved.task == IMAGE_TEXT
+    tokenizer = saved.processor.tokenizer if of_images else saved.processor
+    weight = next(model.parameters())
+    tokens = _questions(saved.processor, values).to(weight.dtype) if of_images else _prompts(saved, values, flags)
+    tokens = tokens.to(weight.device)
     length = tokens["input_ids"].shape[1]
-    limit = getattr(model.config, "max_position_embeddings", None) or 0
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if 0 < limit < length + flags.max_new_tokens:
         raise InputError(
             f"--max_new_tokens {flags.max_new_tokens} after a prompt of {length} tokens is more than the {limit} that "
             "the model takes: lower it, or shorten the prompt"
         )
-    continued: Tensor = model.generate(  # type: ignore[operator]
+    continued: Tensor = model.generate(
         **tokens,
         max_new_tokens=flags.max_new_tokens,
         do_sample=False,
@@ -260,6 +284,16 @@ def _generated(saved: SavedModel, values: list[Any], flags: PredictArguments) ->
         **dict.fromkeys(("temperature", "top_p", "top_k")),  # of sampling
     )
     yield from tokenizer.batch_decode(continued[:, length:], skip_special_tokens=True)
+
+
+def _questions(processor: Any, values: list[tuple[list[Path], str]]) -> Any:
+    """Make tokens that end alike, and pixels."""
+    if processor.tokenizer.pad_token is None:
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
+    with _time_limit(TEMPLATE_S, "the chat template"):
+        texts = [render_question(processor, question, len(images)) for images, question in values]
+    images = [[_decoded(path, None) for path in paths] for paths, _ in values]
+    return encoded(processor, texts, images, padding_side="left", return_tensors="pt")
 
 
 def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Any:
