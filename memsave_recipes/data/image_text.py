@@ -75,7 +75,7 @@ from memsave_recipes.data.text.conversations import (
 from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer, load_tokenizer
 from memsave_recipes.data.vision.decoding import GREY, decode, defect_of_header, reason_of
 from memsave_recipes.models.hub import loading_by_name
-from memsave_recipes.models.image_text import limit_pixels, open_processor
+from memsave_recipes.models.image_text import freeze_unused, limit_pixels, open_processor
 from memsave_recipes.models.language_model import stop_at
 from memsave_recipes.models.pretrained import configuration_of
 
@@ -155,6 +155,12 @@ class ImageTextRows(torch.utils.data.Dataset[dict[str, Any]]):
         """Whether some of the rows have no image."""
         areas = self.rows.with_format("numpy")["area"][:]
         return not areas.all()
+
+    @property
+    def smallest(self) -> int:
+        """The row with the fewest pixels, but some."""
+        areas = self.rows.with_format("numpy")["area"][:]
+        return int(np.argmin(np.where(areas > 0, areas, areas.max() + 1)))
 
     def longest(self, count: int) -> list[int]:
         """Find ``count`` rows: the one with most tokens, by which all are padded, then those with most pixels."""
@@ -647,6 +653,8 @@ def _make_llava_processor(texts: Iterable[str], config: Any, vocab_size: int) ->
 def check_model(model: PreTrainedModel, rows: ImageTextSplits, *, in_shards: bool) -> None:
     """Check a model on its device against the rows, and let it stop where replies end.
 
+    Where some rows have no image, weights that no image passes are frozen, so that these have the same gradients.
+
     Raises:
         InputError: it has fewer words than the tokenizer; or shards, and rows with an image beside others without.
     """
@@ -656,6 +664,10 @@ def check_model(model: PreTrainedModel, rows: ImageTextSplits, *, in_shards: boo
             "--shard: some rows have no image, so ranks would gather the weights of the vision tower at other times: "
             "train on rows with images, or without --shard"
         )
+    if rows.train.is_mixed:
+        batch = rows.train.collate([rows.train[rows.train.smallest]])
+        del batch["labels"]
+        freeze_unused(model, {name: one.to(model.device) for name, one in batch.items()})
     stop_at(model, rows.end_of_turn)
 
 

@@ -1,13 +1,14 @@
 """Models of images and text: their flags, their processors, what of them trains, and their loss."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isqrt
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from memsave_recipes.core.errors import InputError
@@ -16,9 +17,9 @@ from memsave_recipes.core.losses import IGNORED_LABEL, default_chunk_bytes
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.models.hub import loading_by_name
 from memsave_recipes.models.language_model import LanguageModelArguments
-from memsave_recipes.models.packed_attention import PackedAttention
+from memsave_recipes.models.packed_attention import evaluating
 from memsave_recipes.models.pretrained import build_transformer, configuration_of
-from memsave_recipes.models.what_trains import train_part
+from memsave_recipes.models.what_trains import leaves_of, train_part
 
 OF_IMAGES = "pixel_values"
 PROJECTORS = ("merger", "projector", "connector")
@@ -34,7 +35,6 @@ class ImageTextModelArguments(LanguageModelArguments):
     freeze: Literal["vision", "none"] = option(
         "vision", "vision: the vision tower stays as it is, and its projector trains; none: all of it trains"
     )
-    packed_attention: PackedAttention = field(default="auto", init=False)
 
     @property
     def max_positions(self) -> int | None:
@@ -103,8 +103,10 @@ def _entries_of(processor: Any, config: Any) -> dict[str, Any]:
     """Return the entries of a configuration that follow from the processor."""
     tokenizer = processor.tokenizer
     special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
-    image = next(name for name in ("image_token_id", "image_token_index") if name in config.to_dict())
-    return {"text_config": {"vocab_size": len(tokenizer), **special}, image: processor.image_token_id}
+    named = [name for name in ("image_token_id", "image_token_index") if name in config.to_dict()]
+    if not named:
+        raise InputError(f"--model_type {config.model_type} has no token for an image: take another type")
+    return {"text_config": {"vocab_size": len(tokenizer), **special}, named[0]: processor.image_token_id}
 
 
 def train_part_of_image_text(model: PreTrainedModel, flags: Any) -> Any:
@@ -126,6 +128,23 @@ def _vision_tower(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, tower)
 
 
+def weights_of_images(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the weights that train and are neither in the decoder nor in the head."""
+    of_text = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
+    return [one for one in model.parameters() if one not in of_text and one.requires_grad]
+
+
+def freeze_unused(model: PreTrainedModel, batch: dict[str, Any]) -> None:
+    """Freeze the ``weights_of_images`` that the logits of a batch with an image do not depend on.
+
+    LLaVA leaves the last layer of its tower out, so no image gives these a gradient, and none without one may.
+    """
+    with evaluating(model), saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda nothing: nothing):
+        used = leaves_of(model(**batch, use_cache=False).logits)
+    for weight in weights_of_images(model):
+        weight.requires_grad_(weight in used)
+
+
 class ImageTextLoss(CausalLMLoss):
     """The loss of a model of images and text, always by its own forward; in evaluation also which answers are right.
 
@@ -141,8 +160,7 @@ class ImageTextLoss(CausalLMLoss):
         super().__init__(model, loss, chunk_bytes)
         self.unread |= {"input_ids"}
         self.is_best: Tensor | None = None
-        of_text = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
-        self.of_images = [one for one in model.parameters() if one not in of_text and one.requires_grad]
+        self.of_images = weights_of_images(model)
 
     def forward(self, *args: Any, **inputs: Any) -> Tensor:
         """Compute the summed loss as ``CausalLMLoss`` does."""

@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.core.errors import InputError
@@ -98,6 +99,20 @@ def train_part(model: Any, flags: TrainedPartArguments, *, task_type: str | None
             module.__class__ = _in_evaluation(type(module))  # type: ignore[arg-type]  # of _BatchNorm's class
             module.eval()
     return adapted
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """Return the weights that the graph of ``loss`` ends in."""
+    found: set[Tensor] = set()
+    seen: set[Node | None] = {None}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and node is not None:
+            seen.add(node)
+            found |= {node.variable} if hasattr(node, "variable") else set()  # of AccumulateGrad
+            waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 @cache

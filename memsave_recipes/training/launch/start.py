@@ -41,7 +41,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined, unused-ignore]  # it does not name them
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +53,7 @@ from memsave_recipes.core.activations.streaming import resident_tensors, stream_
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.masters import reduce_in_float32
 from memsave_recipes.core.sharding import is_sharded
+from memsave_recipes.models.what_trains import leaves_of
 from memsave_recipes.training.arguments import BFLOAT16_MASTER, Dtype
 from memsave_recipes.training.launch.processes import end_with_launcher, is_restarted, launch_arguments
 
@@ -318,24 +319,10 @@ def unused_weights(trained: nn.Module, forward: Callable[[], Tensor]) -> dict[st
         loss = forward()
     if isinstance(loss, WrapperTensor):
         return {}
-    used = _leaves(loss)
+    used = leaves_of(loss)
     trains = {name: weight for name, weight in trained.named_parameters() if weight.requires_grad}
     of_ranks: list[set[str]] = gather_object([{name for name, weight in trains.items() if weight not in used}])
     return {name: trains[name] for name in sorted(set.intersection(*of_ranks))}
-
-
-def _leaves(loss: Tensor) -> set[Tensor]:
-    """The weights that the graph of ``loss`` ends in."""
-    found: set[Tensor] = set()
-    seen: set[Node | None] = {None}
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen and node is not None:
-            seen.add(node)
-            found |= {node.variable} if hasattr(node, "variable") else set()  # of AccumulateGrad
-            waiting += [before for before, _ in node.next_functions]
-    return found
 
 
 def refuse_gradients(weights: Mapping[str, nn.Parameter]) -> None:

@@ -1,0 +1,196 @@
+"""Models of images and text as people train them: any layout and life is the same run, and others open its end."""
+
+import json
+from pathlib import Path
+
+import image_text_models
+import pytest
+import torch
+import torch.nn.functional as F
+from image_text_models import TOKENS, make_processor, png
+from lives import assert_the_same_run, curve, write_rows
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from memsave_recipes.data.image_text import ImageTextArguments, load_image_text
+from memsave_recipes.tools.inference import PredictArguments, load_on, predict, read_inputs
+
+RECIPE = "image_text"
+SHORT = [
+    *("--block_size", "200", "--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "6"),
+    *("--logging_steps", "1", "--eval_steps", "3", "--images_per_row", "2", "--learning_rate", "1e-3"),
+]
+IN_FLOAT64 = ["--dtype", "float64", "--optimizer", "sgd", "--lr_scheduler_type", "constant"]
+TOLERANCE = 1e-12
+
+
+def rows_with_images(folder):
+    """Conversations of one image, of two, and of none."""
+    for number in range(6):
+        (folder / f"{number}.png").write_bytes(png(24 + 8 * number, 90 - 8 * number, seed=number))
+    rows = []
+    for number in range(40):
+        places = [{"type": "image", "path": f"{(number + at) % 6}.png"} for at in range(number % 3)]
+        asked = [*places, {"type": "text", "text": f"What is in {number} ?"}]
+        replies = [
+            {"role": "assistant", "content": "red " * (number % 4 + 1)},
+            {"role": "assistant", "content": "blue"},
+        ]
+        rows.append(
+            {"messages": [{"role": "user", "content": asked}, replies[0], {"role": "user", "content": "?"}, replies[1]]}
+        )
+    return write_rows(folder / "rows.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return rows_with_images(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", params=TOKENS)
+def model(request, tmp_path_factory):
+    """The folder of a tiny model with its processor."""
+    return image_text_models.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return image_text_models.save("llava", tmp_path_factory.mktemp("llava"))
+
+
+def held_out(path):
+    """The messages of the rows that a run holds out."""
+    arguments = ImageTextArguments(train_file=[path], images_per_row=2)
+    rows = load_image_text(arguments, lambda texts: make_processor("llava"), dtype=torch.float32).validation.rows
+    lines = Path(path).read_text().splitlines()
+    return [json.loads(lines[int(place.split()[-1]) - 1])["messages"] for place in rows["place"]]
+
+
+def flags_of(model, data, *more):
+    return ["--model_name_or_path", model, "--train_file", data, *SHORT, *more]
+
+
+def test_any_layout_trains_the_same(train, train_on_ranks, model, data, tmp_path):
+    """Text-only micro-batches among them, in which no weight of the vision tower has a gradient."""
+    flags = flags_of(model, data, *IN_FLOAT64, "--freeze", "none")
+    train(*flags, "--micro_batch_size", "6", output="one")
+    train_on_ranks(2, *flags, "--micro_batch_size", "1", output="two")
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=TOLERANCE)
+    one, two = (load_file(tmp_path / run / "final/model.safetensors") for run in ("one", "two"))
+    start = load_file(Path(model) / "model.safetensors")
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+    assert any("vision" in name and not torch.equal(weight, start[name]) for name, weight in one.items())
+
+
+def test_killed_and_resumed(train, kill_after, model, data, tmp_path):
+    flags = flags_of(model, data, "--activation_checkpointing", "full")
+    train(*flags, output="straight")
+    with kill_after(4):
+        train(*flags, "--save_every", "3")
+    train(*flags, "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_plan_changes_no_bit(train, llava, data, tmp_path):
+    for plan in ("none", "full", "selective"):
+        train(*flags_of(llava, data, "--freeze", "none", "--activation_checkpointing", plan), output=plan)
+    assert curve(tmp_path / "full") == curve(tmp_path / "selective") == curve(tmp_path / "none")
+
+
+def test_transformers_alone_opens_what_is_saved(train, model, data, tmp_path):
+    """Its logits give the loss and the greedy answers of the last evaluation."""
+    figures = train(*flags_of(model, data, "--dtype", "float64", "--max_steps", "30"))["eval"]
+    final = tmp_path / "run/final"
+    saved = AutoModelForImageTextToText.from_pretrained(final, dtype=torch.float64).eval()
+    processor = AutoProcessor.from_pretrained(final)
+    place = Path(data).parent
+    total, count, right = torch.zeros((), dtype=torch.float64), 0, []
+    for messages in held_out(data):
+        for message in messages:
+            parts = (
+                [{"type": "text", "text": message["content"]}]
+                if isinstance(message["content"], str)
+                else message["content"]
+            )
+            message["content"] = [{**one, "path": str(place / one["path"])} if "path" in one else one for one in parts]
+        whole = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+        for turn in (1, 3):
+            asked = processor.apply_chat_template(
+                messages[:turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+            start = asked["input_ids"].shape[1]
+            text = messages[turn]["content"][0]["text"] + "<|im_end|>"
+            answer = torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+            assert torch.equal(whole["input_ids"][0, start : start + len(answer)], answer)
+            with torch.no_grad():
+                logits = saved(**whole).logits[0, start - 1 : start - 1 + len(answer)]
+                reply = saved.generate(**asked, max_new_tokens=len(answer), do_sample=False)[0, start:]
+            total = total + F.cross_entropy(logits, answer, reduction="sum")
+            count += len(answer)
+            right.append(torch.equal(reply, answer))
+    assert figures["loss"] == pytest.approx(float(total) / count, rel=1e-6)
+    assert figures["exact_match"] == pytest.approx(sum(right) / len(right))
+
+
+def test_a_frozen_tower_stays_and_its_projector_trains(train, llava, data, tmp_path):
+    train(*flags_of(llava, data))
+    start, end = load_file(Path(llava) / "model.safetensors"), load_file(tmp_path / "run/final/model.safetensors")
+    moved = {name for name in start if not torch.equal(start[name].float(), end[name].float())}
+    assert not [name for name in moved if "vision_tower" in name]
+    assert [name for name in moved if "projector" in name]
+    assert [name for name in moved if "language_model" in name]
+
+
+def test_adapters_of_the_decoder_reply_about_a_picture(train, llava, data, tmp_path):
+    train(*flags_of(llava, data, "--lora"))
+    names = load_file(tmp_path / "run/final/adapter_model.safetensors")
+    assert names
+    assert all(".language_model.layers." in name for name in names)
+    saved = load_on("cpu", str(tmp_path / "run"))
+    picture = str(Path(data).parent / "0.png")
+    flags = PredictArguments(max_new_tokens=3)
+    rows = predict(saved, read_inputs([picture, "What is in 0 ?", picture, picture, "What ?"], saved, flags), flags)
+    assert [row["input"].split(" | ")[-1] for row in rows] == ["What is in 0 ?", "What ?"]
+    assert all("generated_text" in row for row in rows)
+
+
+# Bad input
+
+
+def test_rows_without_images_do_not_go_in_shards(train_on_ranks, llava, data):
+    with pytest.raises(Exception, match="--shard: some rows have no image"):
+        train_on_ranks(2, *flags_of(llava, data, "--shard", "full"))
+
+
+REFUSED = {
+    "a processor that takes videos": (["--processor_name", "VIDEO"], "install torchvision of torch's own build"),
+    "images of one size": (["--max_pixels", "100"], "--max_pixels 100: CLIPImageProcessor"),
+    "no processor": (["--model_type", "gemma3"], "give --processor_name"),
+    "two sources": (["--dataset", "digit-grids"], "exactly one of --dataset digit-grids"),
+    "too long": (["--block_size", "70"], "tokens, more than --block_size 70"),
+    "an encoder": (["--model_type", "vision-encoder-decoder", "--processor_name", "MODEL"], "has no token for an image"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_one_line(refuse, llava, data, tmp_path, name):
+    more, words = REFUSED[name]
+    video = tmp_path / "video"
+    video.mkdir()
+    for file in Path(llava).iterdir():
+        (video / file.name).write_bytes(file.read_bytes())
+    entries = json.loads((video / "processor_config.json").read_text())
+    entries |= {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor"},
+    }
+    (video / "processor_config.json").write_text(json.dumps(entries))
+    more = [{"VIDEO": str(video), "MODEL": llava}.get(word, word) for word in more]
+    base = flags_of(llava, data)[2:] if "--model_type" in more else flags_of(llava, data)
+    assert words in refuse(*base, *more)
+
+
+def test_planning_says_where_it_is_done(recipe):
+    with pytest.raises(ValueError, match="planned in the run"):
+        recipe.task(["--model_type", "llava", "--output_dir", "out"])
