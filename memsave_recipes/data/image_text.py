@@ -31,7 +31,6 @@ from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.core.text import join_names
 from memsave_recipes.data.digit_grids import DIGIT_GRIDS, digit_grids
@@ -74,6 +73,7 @@ from memsave_recipes.data.text.conversations import (
 )
 from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer, load_tokenizer
 from memsave_recipes.data.vision.decoding import GREY, decode, defect_of_header, reason_of
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import loading_by_name
 from memsave_recipes.models.image_text import freeze_unused, limit_pixels, open_processor
 from memsave_recipes.models.language_model import stop_at

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.flags import option
 from memsave_recipes.core.losses import IGNORED_LABEL, default_chunk_bytes
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
+from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import loading_by_name
 from memsave_recipes.models.language_model import LanguageModelArguments
 from memsave_recipes.models.packed_attention import evaluating

@@ -4,7 +4,7 @@ import os
 from dataclasses import MISSING, dataclass, field
 from inspect import signature
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -233,7 +233,7 @@ class RunArguments(TrackerArguments, ExactSettings):
 
     def _check_compile(self) -> None:
         """``auto`` is ``none`` where a flag asks for bits that compiled layers do not keep, or a strategy is eager."""
-        word = COMPILE_WORDS.get(self.compile.lower(), self.compile)
+        word = str(COMPILE_WORDS.get(self.compile.lower(), self.compile))
         require(word in (NONE, REGIONS, AUTO), "--compile", self.compile, "regions, none or auto")
         strategy = str(self.activation_checkpointing)
         refusing = {
@@ -245,9 +245,8 @@ class RunArguments(TrackerArguments, ExactSettings):
         refused = next((flag for flag, holds in refusing.items() if holds), None)
         if word == REGIONS and refused is not None:
             raise InputError(f"--compile {REGIONS} does not go with {refused}: leave one of them out")
-        if word == AUTO and (refused is not None or self.full_determinism):
-            word = NONE
-        self.compile = word
+        loses_bits = refused is not None or self.full_determinism
+        self.compile = NONE if word == AUTO and loses_bits else word
 
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
@@ -465,7 +464,8 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
     @property
     def reductions(self) -> tuple[bool, ...]:
         """As of all settings; with masters gradients are reduced, in float32, in every micro-batch."""
-        return (False,) if self.has_masters else super().reductions
+        both: tuple[bool, ...] = super().reductions
+        return (False,) if self.has_masters else both
 
     def _check_parts_of_shards(self) -> None:
         """``--shard`` goes without what a recipe or an optimizer does to whole weights."""
@@ -474,9 +474,6 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         reasons = {
             "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
-            f"--dtype {BFLOAT16_MASTER} goes without --reduce_gradients {PER_STEP}": (
-                self.has_masters and self.reduce_gradients == PER_STEP
-            ),
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
             "--stream_weights keeps whole weights on the host": flags.get("stream_weights", "none") != "none",
             "use_dora of --lora_config measures the rows of whole weights": bool(entries.get("use_dora")),

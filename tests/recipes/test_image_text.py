@@ -169,7 +169,10 @@ REFUSED = {
     "no processor": (["--model_type", "gemma3"], "give --processor_name"),
     "two sources": (["--dataset", "digit-grids"], "exactly one of --dataset digit-grids"),
     "too long": (["--block_size", "70"], "tokens, more than --block_size 70"),
-    "an encoder": (["--model_type", "vision-encoder-decoder", "--processor_name", "MODEL"], "has no token for an image"),
+    "an encoder": (
+        ["--model_type", "vision-encoder-decoder", "--processor_name", "MODEL"],
+        "has no token for an image",
+    ),
 }
 
 

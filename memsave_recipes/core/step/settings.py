@@ -4,7 +4,7 @@ The flags of a recipe are such values (``training/arguments.py``); nothing here 
 """
 
 from dataclasses import Field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 from torch import nn
 
