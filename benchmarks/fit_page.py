@@ -36,6 +36,7 @@ from memsave_recipes.tools.cli import fit
 from memsave_recipes.tools.cli.flags import STDOUT, recipes_folder
 from memsave_recipes.tools.fit import ladder
 from memsave_recipes.tools.fit.ladder import KnownEstimates
+from memsave_recipes.tools.fit.subject import LANGUAGE
 
 PAGE = harness.ROOT / "docs" / "will_it_fit.html"
 FIGURES = re.compile(r'(?<=<script type="application/json" id="figures">\n).*?(?=</script>)', re.S)
@@ -365,9 +366,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="answers that the page has, too")
     flags = parser.parse_args(args)
     for model in map(of_name.__getitem__, flags.model):
-        known = read_figures().get("models", {}).get(model.name, {"recipe": ladder.LANGUAGE, "sizes": {}})
+        known = read_figures().get("models", {}).get(model.name, {"recipe": LANGUAGE, "sizes": {}})
         has = str(flags.length) in known["sizes"] if flags.length else bool(known["sizes"])
-        if (has and not flags.again) or (flags.length and known["recipe"] != ladder.LANGUAGE):
+        if (has and not flags.again) or (flags.length and known["recipe"] != LANGUAGE):
             continue
         began, word = perf_counter(), model.write(harness.ROOT / "out" / "fit_page")
         add_to_page(model, word, answers(word, flags.length))

@@ -36,8 +36,8 @@ from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.models.fused_ops import FusedOps, fused_in
 from memsave_recipes.tools.cli.flags import recipe_path
-from memsave_recipes.tools.fit.ladder import find_subject
 from memsave_recipes.tools.fit.recipe_task import read_task
+from memsave_recipes.tools.fit.subject import find_subject
 
 QUICK = ("GPT-2", "Llama 3.2 1B", "Gemma 3 1B", "ResNet-50")
 COUNTS = ("num_hidden_layers", "n_layer")

@@ -55,8 +55,8 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Estimates, Launch, Task
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.tools.fit.ladder import find_subject
 from memsave_recipes.tools.fit.recipe_task import read_task
+from memsave_recipes.tools.fit.subject import find_subject
 
 OWN, TRITON, STEPS = (harness.RESULTS / f"{name}.json" for name in ("mfu", "triton_kernels", "step_counts"))
 CARD = "h100"

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from known_models import MODELS, KnownModel
 
-from memsave_recipes.tools.fit.ladder import IMAGES, LANGUAGE, TEXTS, find_subject
+from memsave_recipes.tools.fit.subject import IMAGES, LANGUAGE, TEXTS, find_subject
 
 CHOSEN = {
     "gpt2": "GPT-2",

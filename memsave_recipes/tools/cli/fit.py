@@ -25,8 +25,9 @@ from memsave_recipes.tools.cli.request import (
     record_of_target,
     to_json,
 )
-from memsave_recipes.tools.fit.ladder import IMAGES, Rung, Subject, best_rung, find_subject, ladder
+from memsave_recipes.tools.fit.ladder import Rung, best_rung, ladder
 from memsave_recipes.tools.fit.recipe_task import read_task
+from memsave_recipes.tools.fit.subject import IMAGES, Subject, find_subject
 from memsave_recipes.tools.pages.choice import heading, row
 from memsave_recipes.training.parsing import named_flags
 

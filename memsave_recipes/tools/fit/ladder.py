@@ -10,17 +10,10 @@ NOTE [ the ladder ]
    each of them meanwhile, which takes about a third off the time with two cores.
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any
-
-from transformers import CONFIG_MAPPING, AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from functools import cached_property
 
 from memsave_recipes.core.activations.streaming import resident_tensors
 from memsave_recipes.core.costs.block_costs import Measurement
@@ -33,124 +26,9 @@ from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.sharding import ShardGroups
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.settings import AUTO
-from memsave_recipes.models.hub import ask_hub_for, reason
-from memsave_recipes.models.image_classifiers import MODELS, read_convnet
-from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuration
-from memsave_recipes.models.saved import KINDS
+from memsave_recipes.models.hub import reason
+from memsave_recipes.models.pretrained import LOADING_ERRORS
 from memsave_recipes.training.arguments import BUDGET_FLAG
-
-IMAGES, TEXTS, LANGUAGE = "image_classification", "text_classification", "language_modeling"
-RECIPES = {"image-classification": IMAGES, "text-classification": TEXTS, "text-generation": LANGUAGE}
-CONFIG = "config.json"
-LENGTHS = {TEXTS: 512, LANGUAGE: 2048}
-LENGTH_FLAGS = {TEXTS: "max_length", LANGUAGE: "block_size"}
-PIXELS = 224
-HINT = "name a folder with a config.json, a type of transformers such as llama, one of ours such as vgg16, or a Hub id"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model to train: the name of its recipe, and the flags of the recipe that name it.
-
-    Args:
-        is_pretrained: whether it has weights to start from.
-        length, image_size: of its samples by default; ``None`` where it has no such size.
-        remarks: sentences about it.
-    """
-
-    recipe: str
-    flags: tuple[str, ...]
-    is_pretrained: bool = False
-    length: int | None = None
-    image_size: int | None = None
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def length_flag(self) -> str:
-        """The recipe's flag for ``length``."""
-        return LENGTH_FLAGS.get(self.recipe, "")
-
-
-def find_subject(word: str) -> Subject:
-    """Return the model that ``word`` names: a folder or its config.json, one of ours, a type of transformers, a Hub id.
-
-    Raises:
-        InputError: no such model, or no recipe trains it.
-    """
-    path = Path(word)
-    if os.path.isfile(path):
-        if path.name != CONFIG:
-            raise InputError(f"MODEL {word} is a file: {HINT}")
-        word = str(path.parent)
-    if os.path.isdir(word):
-        return _in_folder(word)
-    if word in MODELS:
-        return Subject(recipe=IMAGES, flags=("--model", word), image_size=PIXELS)
-    if word in CONFIG_MAPPING:
-        config = AutoConfig.for_model(word)
-        remark = f"{word}: a model from scratch, of the sizes that transformers gives the type"
-        subject = _configured(word, config, flags=("--model_type", word), remarks=(remark,))
-        vocabulary = getattr(config, "vocab_size", None)
-        if subject.recipe == IMAGES or vocabulary is None:
-            return subject
-        return replace(subject, flags=(*subject.flags, "--config_overrides", f"vocab_size={vocabulary}"))
-    return _pretrained(word)
-
-
-def _in_folder(folder: str) -> Subject:
-    if not os.path.isfile(os.path.join(folder, CONFIG)):
-        raise InputError(f"MODEL {folder} has no {CONFIG}: {HINT}")
-    saved = read_convnet(folder)
-    if saved is not None:
-        flags = ("--model_name_or_path", folder)
-        return Subject(recipe=IMAGES, flags=flags, is_pretrained=True, image_size=saved.image_size)
-    has_weights = any(Path(folder).glob("*.safetensors"))
-    remark = f"{folder} has no weights (*.safetensors): put them there before launching"
-    return _pretrained(folder, () if has_weights else (remark,))
-
-
-def _pretrained(word: str, remarks: tuple[str, ...] = ()) -> Subject:
-    ask_hub_for(word)
-    try:
-        config = AutoConfig.from_pretrained(word, trust_remote_code=False)
-        check_configuration(config)
-    except LOADING_ERRORS as error:
-        brings_code = "trust_remote_code" in str(error)
-        why = "it brings code of its own, which is not run" if brings_code else reason(error)
-        raise InputError(f"MODEL {word} cannot be read: {why}; {HINT}") from error
-    return _configured(word, config, flags=("--model_name_or_path", word), is_pretrained=True, remarks=remarks)
-
-
-def _configured(word: str, config: Any, **known: Any) -> Subject:
-    """Add what a configuration says of a model: its recipe and the sizes of its samples."""
-    recipe = _recipe_of(word, config)
-    if recipe == IMAGES:
-        size = getattr(config, "image_size", None)
-        return Subject(recipe=recipe, image_size=size if isinstance(size, int) and size > 0 else PIXELS, **known)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    has_fewer = isinstance(positions, int) and 0 < positions < LENGTHS[recipe]
-    return Subject(recipe=recipe, length=positions if has_fewer else LENGTHS[recipe], **known)
-
-
-def _recipe_of(word: str, config: Any) -> str:
-    """Name the recipe by the classes in ``architectures``, else by the type.
-
-    A type that has a masked language model is an encoder, which is trained as a text classifier.
-    """
-    named, kind = set(config.architectures or ()), config.model_type
-    for task, (_, classes) in KINDS.items():
-        if named & set(chain.from_iterable([one] if isinstance(one, str) else one for one in classes.values())):
-            return RECIPES[task]
-    types = [task for task, (_, classes) in KINDS.items() if kind in classes]
-    if "text-generation" in types and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return LANGUAGE
-    if not types:
-        raise InputError(
-            f"MODEL {word} is of type {kind}, which no recipe trains: take a causal language model, or a model that "
-            "classifies texts or images"
-        )
-    return RECIPES[types[0]]
-
 
 CARDS = (2, 4, 8)
 PLAIN, BUDGET = "none", "budget"
@@ -159,19 +37,13 @@ WITH_OFFLOADING = (*ESTIMATED, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 STATE_ON_HOST = ("--offload_optimizer", "state")
 STEP_ON_HOST = ("--offload_optimizer", "step")
-WEIGHTS_ON_HOST = (*STEP_ON_HOST, "--stream_weights", "host")
-ROUNDED = ("--dtype", "bfloat16", "--optimizer", "adamw_bf16")
-EIGHT_BIT = ("--optimizer", "adamw_8bit")
 STREAMED = ("--stream_weights", "host")
+EIGHT_BIT = ("--optimizer", "adamw_8bit")
+ROUNDED = ("--dtype", "bfloat16", "--optimizer", "adamw_bf16")
+HALF = "HALF"
+ADAPTED = ("--lora", "--dtype", HALF)
 IN_SHARDS = ("--shard", "full")
 SAME_CURVE = ""
-STEPS_ON_HOST = (
-    ("step on host", STEP_ON_HOST, SAME_CURVE),
-    ("step, weights on host", WEIGHTS_ON_HOST, SAME_CURVE),
-    ("step on host, bfloat16", (*STEP_ON_HOST, *ROUNDED), "rounded weights"),
-    ("step, weights on host, bf16", (*WEIGHTS_ON_HOST, *ROUNDED), "rounded weights"),
-)
-"""Names, flags and changes of ways to train all weights on a small card, each for where those before do not fit."""
 
 
 @dataclass
@@ -210,7 +82,7 @@ class KnownEstimates(Estimates):
                 raise
             raise InputError(
                 f"MODEL: a step of {type(self.model).__name__} cannot be estimated ({reason(error)}): look at its "
-                f"{CONFIG}, or launch its recipe with {BUDGET_FLAG}, which measures"
+                f"config.json, or launch its recipe with {BUDGET_FLAG}, which measures"
             ) from error
 
     def largest(self, loss: str | None) -> int:
@@ -370,6 +242,191 @@ class Rung:
     changes: str = SAME_CURVE
 
 
+CPU, FP16, DIVIDED, NO_ADAPTERS, ANOTHER_RULE, NO_PLAN = (
+    *("a CPU", "fp16", "several micro-batches", "no adapters", "another optimizer than AdamW", "no plan"),
+)
+"""What a ``Way`` may not go with."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of ``WAYS``: a rung that is looked for under flags of its own.
+
+    Args:
+        name, flags, changes: of the rung; ``HALF`` among the flags stands for the device's dtype of 16 bits.
+        not_with: what it does not go with.
+        after, unless: a rung that has to be there, and those of which none may fit.
+        strategies: whose costs plans are made of, in turn until one fits.
+        needs_room: whether it is left out where not even weights and optimizer fit.
+        must_fit, must_be_faster: whether it is left out otherwise; faster than ``PLANNED``, if that fits.
+        is_early: whether another process looks for it meanwhile: rule 3 of NOTE [ the ladder ].
+        has_own_costs: whether a micro-batch costs something else than with the first rung's flags.
+        is_alone: whether several devices are not tried.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    changes: str = SAME_CURVE
+    not_with: Set[str] = frozenset()
+    after: str | None = None
+    unless: tuple[str, ...] = ()
+    strategies: tuple[tuple[str, ...], ...] = (ESTIMATED,)
+    needs_room: bool = False
+    must_fit: bool = False
+    must_be_faster: bool = False
+    is_early: bool = False
+    has_own_costs: bool = False
+    is_alone: bool = False
+
+
+PLANNED, STATE, STEPPED, LORA = (
+    *("activation checkpointing", "optimizer state on host", "optimizer in the backward", "LoRA"),
+)
+STEPS = {
+    "step on host": (),
+    "step, weights on host": STREAMED,
+    "step on host, bfloat16": ROUNDED,
+    "step, weights on host, bf16": (*STREAMED, *ROUNDED),
+}
+"""Ways to train all weights on a small card, each for where those before do not fit."""
+WAYS = (
+    Way(PLANNED),
+    Way("offloading", not_with={CPU}, strategies=(WITH_OFFLOADING,), must_fit=True, must_be_faster=True),
+    Way(STATE, STATE_ON_HOST, not_with={CPU, NO_PLAN}, strategies=(ESTIMATED, WITH_OFFLOADING), must_be_faster=True),
+    *(
+        Way(
+            name,
+            (*STEP_ON_HOST, *flags),
+            "rounded weights" if "--dtype" in flags else SAME_CURVE,
+            not_with={FP16},
+            after=STATE,
+            unless=(STATE, *STEPS),
+            has_own_costs=bool(flags),
+            is_alone=True,
+        )
+        for name, flags in STEPS.items()
+    ),
+    Way(STEPPED, IN_BACKWARD, "nothing is clipped", not_with={FP16, DIVIDED}, needs_room=True, is_early=True),
+    Way(
+        "on host, in the backward",
+        (*STATE_ON_HOST, *IN_BACKWARD),
+        "nothing is clipped",
+        not_with={CPU, FP16, DIVIDED},
+        unless=(STEPPED,),
+        needs_room=True,
+    ),
+    Way("8-bit AdamW", EIGHT_BIT, "optimizer state", not_with={ANOTHER_RULE}),
+    Way(LORA, ADAPTED, "adapters train", not_with={NO_ADAPTERS}, is_early=True, has_own_costs=True),
+    Way(
+        "LoRA, weights streamed",
+        (*ADAPTED, *STREAMED),
+        "adapters train",
+        not_with={CPU},
+        after=LORA,
+        unless=(LORA,),
+        has_own_costs=True,
+    ),
+)
+"""The rungs after those without a plan, in this order."""
+
+
+@dataclass
+class Ladder:
+    """What is known of the rungs.
+
+    Args:
+        whole: without further flags.
+        read: the task of the model's recipe under further flags.
+        takes_adapters: whether the model has weights that adapters are for.
+        loss: of the rungs to come.
+        found: the candidates by the names of the rungs.
+    """
+
+    whole: Setting
+    read: Callable[[Sequence[str]], Task]
+    takes_adapters: bool
+    loss: str | None
+    found: dict[str, Candidate] = field(default_factory=dict)
+
+    def ways(self, processes: ExitStack) -> Iterator[Iterator[Rung]]:
+        """Yield the rungs of each way to train; other processes look for some meanwhile."""
+        yield self._without_plan("no checkpointing")
+        for loss in filter(self.whole.takes, self.whole.task.losses[1:]):
+            self.loss = loss
+            yield self._without_plan("loss in chunks")
+        early = {way.name: processes.enter_context(ahead(self._rungs(way))) for way in WAYS if way.is_early}
+        for way in WAYS:
+            yield early.get(way.name) or self._rungs(way)
+
+    def _without_plan(self, name: str) -> Iterator[Rung]:
+        rung = Rung(name=name, candidate=self.whole.plain(self.loss))
+        yield rung
+        yield from _on_several(rung, self.whole)
+
+    def _rungs(self, way: Way) -> Iterator[Rung]:
+        """Yield the rung of a way, then those on several devices; none where the recipe refuses the flags."""
+        has_known = way.after is None or way.after in self.found
+        if not has_known or way.not_with & self._obstacles or any(map(self._fits, way.unless)):
+            return
+        flags = tuple(self.whole.launch.half if word == HALF else word for word in way.flags)
+        try:
+            setting, candidate = self._best(way, flags)
+        except InputError:
+            return
+        is_let = (setting.has_room or not way.needs_room) and (candidate.fits or not way.must_fit)
+        if is_let and (self._is_faster(candidate) or not way.must_be_faster):
+            rung = Rung(name=way.name, flags=flags, candidate=candidate, changes=way.changes)
+            yield rung
+            yield from () if way.is_alone else _on_several(rung, setting)
+
+    def _best(self, way: Way, flags: tuple[str, ...]) -> tuple[Setting, Candidate]:
+        setting = self.whole
+        if flags:
+            task, estimates = self.read(flags), setting.estimates
+            if way.has_own_costs:
+                estimates = KnownEstimates(task, setting.launch, estimates.on_estimate)
+            setting = replace(setting, task=task, estimates=estimates, like=setting)
+        for strategies in way.strategies:
+            if strategies != setting.strategies:
+                setting = replace(setting, strategies=strategies)
+            candidate = setting.best(self.loss)
+            if candidate.fits or not setting.has_room:
+                break
+        return setting, candidate
+
+    @property
+    def _obstacles(self) -> set[str]:
+        launch, task, planned = self.whole.launch, self.whole.task, self.found.get(PLANNED)
+        holds = {
+            CPU: launch.target.device_type == "cpu",
+            FP16: launch.mixed_precision == "fp16",
+            DIVIDED: self.whole.layouts[-1].accumulation_steps * launch.num_processes > 1,
+            NO_ADAPTERS: not (self.takes_adapters and task.takes_adapters),
+            ANOTHER_RULE: task.optim.optimizer != "adamw",
+            NO_PLAN: planned is not None and planned.strategy == PLAIN,
+        }
+        return {name for name, is_so in holds.items() if is_so}
+
+    def _fits(self, name: str) -> bool:
+        return name in self.found and self.found[name].fits
+
+    def _is_faster(self, candidate: Candidate) -> bool:
+        """Return whether a candidate is faster than a plan without further flags, if that fits."""
+        planned = self.found.get(PLANNED, candidate)
+        return not planned.fits or (candidate.fits and candidate.step_s < (1 - AS_FAST) * planned.step_s)
+
+
+def _on_several(rung: Rung, setting: Setting) -> Iterator[Rung]:
+    """Yield the rungs with the same micro-batches on several devices, if there are as many."""
+    layout = rung.candidate.layout
+    for count in CARDS:
+        if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
+            shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
+            wider = replace(setting, launch=setting.launch.over(count))
+            found = wider.best(rung.candidate.loss, shared)
+            yield replace(rung, name=f"{count} cards", num_processes=count, candidate=found)
+
+
 def ladder(
     read: Callable[[Sequence[str]], Task],
     launch: Launch,
@@ -391,72 +448,17 @@ def ladder(
     task = read(())
     estimates = KnownEstimates(task, launch, on_estimate)
     whole = Setting(task=task, launch=launch, estimates=estimates, budget_bytes=budget_bytes)
-    known: list[tuple[Rung, Iterator[Rung]]] = []
+    ways, known = Ladder(whole, read, takes_adapters, task.losses[0]), list[tuple[Rung, Iterator[Rung]]]()
     with ExitStack() as processes:
-        for way in _ways(whole, read, takes_adapters, lambda way: processes.enter_context(ahead(way))):
-            if (rung := next(way, None)) is not None:
-                known.append((rung, way))
+        for rungs in ways.ways(processes):
+            if (rung := next(rungs, None)) is not None:
+                ways.found[rung.name] = rung.candidate
+                known.append((rung, rungs))
                 yield rung
         if (best := best_rung([rung for rung, _ in known])) is not None:
             yield from next(wider for rung, wider in known if rung is best)
     if best is None or best.changes != SAME_CURVE:
         yield from _in_shards(whole, read)
-
-
-def _ways(
-    whole: Setting,
-    read: Callable[[Sequence[str]], Task],
-    takes_adapters: bool,
-    early: Callable[[Iterator[Rung]], Iterator[Rung]],
-) -> Iterator[Iterator[Rung]]:
-    """Yield the rungs of each way to train; ``early`` begins to make some that are not asked for yet."""
-    loss, *others = whole.task.losses
-    yield _way("no checkpointing", whole, partial(whole.plain, loss))
-    for other in filter(whole.takes, others):
-        loss = other
-        yield _way("loss in chunks", whole, partial(whole.plain, loss))
-    in_backward = early(_in_backward(whole, read, loss))
-    adapters = ("--lora", "--dtype", whole.launch.half)
-    adapted = early(_adapted(whole, read, loss, "LoRA", adapters) if takes_adapters else iter(()))
-    planned = whole.best(loss)
-    yield _way("activation checkpointing", whole, lambda: planned)
-    yield _offloading(whole, loss, planned)
-    on_host = _state_on_host(whole, read, loss, planned)
-    of_state = [*islice(on_host, 1)]
-    yield chain(of_state, on_host)
-    if of_state and not any(rung.candidate.fits for rung in of_state) and whole.launch.mixed_precision != "fp16":
-        yield from _step_on_host(whole, read, loss)
-    in_8_bit = _in_8_bit(whole, read, loss)
-    known = [*islice(in_8_bit, 1)]  # while the other process makes those in the backward
-    stepped = [*islice(in_backward, 1)]
-    yield chain(stepped, in_backward)
-    if not any(rung.candidate.fits for rung in stepped) and whole.launch.target.device_type != "cpu":
-        yield _in_backward(whole, read, loss, "on host, in the backward", (*STATE_ON_HOST, *IN_BACKWARD))
-    yield chain(known, in_8_bit)
-    first = next(adapted, None)
-    if first is not None:
-        yield chain([first], adapted)
-        if not first.candidate.fits and whole.launch.target.device_type != "cpu":
-            yield _adapted(whole, read, loss, "LoRA, weights streamed", (*adapters, *STREAMED))
-
-
-def _way(
-    name: str,
-    setting: Setting,
-    find: Callable[[], Candidate],
-    flags: tuple[str, ...] = (),
-    changes: str = SAME_CURVE,
-) -> Iterator[Rung]:
-    """Yield the rung on one device, then those with the same micro-batches on several, if there are as many."""
-    rung = Rung(name=name, flags=flags, candidate=find(), changes=changes)
-    yield rung
-    layout = rung.candidate.layout
-    for count in CARDS:
-        if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
-            shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
-            wider = replace(setting, launch=setting.launch.over(count))
-            found = wider.best(rung.candidate.loss, shared)
-            yield replace(rung, name=f"{count} cards", num_processes=count, candidate=found)
 
 
 def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterator[Rung]:
@@ -474,83 +476,6 @@ def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterato
             yield Rung(name=f"{count} cards, in shards", flags=IN_SHARDS, num_processes=count, candidate=found)
             if found.fits:
                 return
-
-
-def _offloading(whole: Setting, loss: str | None, planned: Candidate) -> Iterator[Rung]:
-    """Yield the rungs with offloading if it fits where ``planned`` does not, or is faster."""
-    if whole.launch.target.device_type == "cpu" or not whole.has_room:
-        return
-    offloading = replace(whole, strategies=WITH_OFFLOADING)
-    best = offloading.best(loss)
-    if best.fits and (not planned.fits or best.step_s < (1 - AS_FAST) * planned.step_s):
-        yield from _way("offloading", offloading, lambda: best)
-
-
-def _state_on_host(
-    whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None, planned: Candidate
-) -> Iterator[Rung]:
-    """Yield the rungs with optimizer state on the host, if ``planned`` does not fit or is slower."""
-    if whole.launch.target.device_type == "cpu" or planned.strategy == PLAIN:
-        return
-    waiting = replace(whole, task=read(STATE_ON_HOST), like=whole)
-    best = waiting.best(loss)
-    if not best.fits and waiting.has_room:
-        waiting = replace(waiting, strategies=WITH_OFFLOADING)
-        best = waiting.best(loss)
-    if not planned.fits or (best.fits and best.step_s < (1 - AS_FAST) * planned.step_s):
-        yield from _way("optimizer state on host", waiting, lambda: best, STATE_ON_HOST)
-
-
-def _step_on_host(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Iterator[Rung]]:
-    """Yield rungs of ``STEPS_ON_HOST`` on one device, up to the first that fits; not those that the recipe refuses."""
-    for name, flags, changes in STEPS_ON_HOST:
-        try:
-            task = read(flags)
-            estimates = whole.estimates
-            if flags != STEP_ON_HOST:
-                estimates = KnownEstimates(task, whole.launch, estimates.on_estimate)
-            found = replace(whole, task=task, estimates=estimates, like=whole).best(loss)
-        except InputError:
-            continue
-        yield iter([Rung(name=name, flags=flags, candidate=found, changes=changes)])
-        if found.fits:
-            return
-
-
-def _in_backward(
-    whole: Setting,
-    read: Callable[[Sequence[str]], Task],
-    loss: str | None,
-    name: str = "optimizer in the backward",
-    flags: tuple[str, ...] = IN_BACKWARD,
-) -> Iterator[Rung]:
-    is_undivided = whole.layouts[-1].accumulation_steps == whole.launch.num_processes == 1
-    if whole.launch.mixed_precision == "fp16" or not is_undivided:
-        return
-    stepping = replace(whole, task=read(flags), like=whole)
-    if stepping.has_room:
-        yield from _way(name, stepping, partial(stepping.best, loss), flags, "nothing is clipped")
-
-
-def _in_8_bit(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:
-    if whole.task.optim.optimizer == "adamw":
-        smaller = replace(whole, task=read(EIGHT_BIT), like=whole)
-        yield from _way("8-bit AdamW", smaller, partial(smaller.best, loss), EIGHT_BIT, "optimizer state")
-
-
-def _adapted(
-    whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None, name: str, flags: tuple[str, ...]
-) -> Iterator[Rung]:
-    """Yield no rung where the model takes no adapters (MobileNet), or has no layers to stream (ResNet)."""
-    if not whole.task.takes_adapters:
-        return
-    try:
-        task = read(flags)
-        estimates = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)
-    except InputError:
-        return
-    adapted = replace(whole, task=task, estimates=estimates, like=whole)
-    yield from _way(name, adapted, partial(adapted.best, loss), flags, "adapters train")
 
 
 def best_rung(rungs: Sequence[Rung]) -> Rung | None:

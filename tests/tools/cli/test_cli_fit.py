@@ -13,8 +13,8 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Launch
 from memsave_recipes.tools.cli import main
 from memsave_recipes.tools.fit import ladder
-from memsave_recipes.tools.fit.ladder import IMAGES, LANGUAGE, TEXTS, find_subject
 from memsave_recipes.tools.fit.recipe_task import read_task
+from memsave_recipes.tools.fit.subject import IMAGES, LANGUAGE, TEXTS, find_subject
 
 ROOT = Path(__file__).parents[3]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
