@@ -271,17 +271,15 @@ def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
     return InputError(f"{source} is not UTF-8 text ({error.reason}): convert it, for example with iconv")
 
 
-def choose_splits(
-    available: Iterable[str], source: str, *hints: str, needed: Collection[str] = ("train",)
-) -> dict[str, str]:
-    """Find the names of ``train`` and ``validation`` in a source; raise ``InputError`` where a ``needed`` one lacks."""
+def choose_splits(available: Iterable[str], source: str, *hints: str) -> dict[str, str]:
+    """Find the names of ``train`` and ``validation`` in a source; raise ``InputError`` where there is no ``train``."""
     available = list(available)
     chosen = {}
     for split, names in SPLIT_NAMES.items():
         present = [name for name in names if name in available]
         if present:
             chosen[split] = present[0]
-        elif split in needed:
+        elif split == "train":
             found = join_names(available, MAX_NAMED)
             hint = ", ".join((f"one must be named {' or '.join(names)}", *hints))
             raise InputError(f"{source} has no {split} split (found: {found}): {hint}")

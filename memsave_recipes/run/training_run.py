@@ -359,7 +359,7 @@ class TrainingRun:
         yield layout.describe()
         yield layout.describe_sums(model)
         yield self.built.planned.plan.describe()
-        yield from (*notices, slices_of(model).line, fused_in(model), self.batches.order.notice)
+        yield from (*notices, slices_of(model).line, fused_in(model))
         yield self.args.notice(model, layout)
 
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:

@@ -203,16 +203,13 @@ class Task:
     optimizer: str = "sgd"
     num_samples: int = 480
     num_steps: int = 30
-    drop_last: bool = False
     dtype: torch.dtype = torch.float64
     unlabelled: frozenset[int] = frozenset()
     tells_what_counts: bool = True
 
     @property
     def order(self) -> SampleOrder:
-        return SampleOrder(
-            num_samples=self.num_samples, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED, drop_last=self.drop_last
-        )
+        return SampleOrder(num_samples=self.num_samples, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED)
 
     @property
     def dataset(self) -> Dataset:
@@ -382,16 +379,6 @@ def test_three_epochs_train_every_sample_three_times(outcome_of: Train, num_samp
     assert_same_run(outcome, outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4"])
-def test_drop_last_leaves_out_what_it_announces(outcome_of: Train, layout: str) -> None:
-    task = Task(num_samples=101, num_steps=12, drop_last=True)
-    outcome = outcome_of(task, layout)
-    epochs = [list(chain.from_iterable(outcome.ids[first : first + 4])) for first in (0, 4, 8)]
-    assert task.order.num_dropped == 5
-    assert [len(set(epoch)) for epoch in epochs] == [len(epoch) for epoch in epochs] == [101 - 5] * 3
-    assert_same_run(outcome, outcome_of(task), 1e-12)
-
-
 @pytest.mark.parametrize(("work", "layout"), [("classifier", "2x12"), ("language_model", "1x5-uneven")])
 def test_labels_that_are_all_ignored(outcome_of: Train, work: str, layout: str) -> None:
     """Those of the first half of step 0, which is whole micro-batches and ranks, and of all of step 1."""
@@ -497,21 +484,18 @@ def notice_of(layer: nn.Module, layout: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "ranks", "micro_batch_size", "num_steps", "drop_last", "smallest"),
+    ("num_samples", "ranks", "micro_batch_size", "num_steps", "smallest"),
     [
-        (48, 1, 8, 9, False, 8),
-        (48, 1, 7, 9, False, 3),  # 24 = 7 + 7 + 7 + 3
-        (49, 1, 8, 9, False, 1),  # one is left for the third step
-        (49, 1, 8, 2, False, 8),  # which is never taken
-        (49, 1, 8, 9, True, 8),
-        (50, 4, 6, 9, False, 1),  # 2 of 4 ranks have padding alone
-        (5, 1, 24, 9, False, 5),  # there is only the last step
+        (48, 1, 8, 9, 8),
+        (48, 1, 7, 9, 3),  # 24 = 7 + 7 + 7 + 3
+        (49, 1, 8, 9, 1),  # one is left for the third step
+        (49, 1, 8, 2, 8),  # which is never taken
+        (50, 4, 6, 9, 1),  # 2 of 4 ranks have padding alone
+        (5, 1, 24, 9, 5),  # there is only the last step
     ],
 )
-def test_the_smallest_micro_batch_is_that_of_the_run(
-    num_samples, ranks, micro_batch_size, num_steps, drop_last, smallest
-):
-    order = SampleOrder(num_samples=num_samples, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED, drop_last=drop_last)
+def test_the_smallest_micro_batch_is_that_of_the_run(num_samples, ranks, micro_batch_size, num_steps, smallest):
+    order = SampleOrder(num_samples=num_samples, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED)
     layout = BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, ranks)
     batches = GlobalBatches(None, None, order=order, layout=layout, num_steps=num_steps, seed=SEED)
     taken = [

@@ -220,43 +220,23 @@ class SampleOrder:
         num_samples: size of the data set.
         global_batch_size: samples of a full step; the last step of an epoch takes the rest.
         seed: of the permutations; ``None`` keeps the order of the data set.
-        drop_last: leave an epoch's last short step out.
 
     Raises:
-        InputError: no samples, or fewer than one step with ``drop_last``.
+        InputError: no samples.
     """
 
     num_samples: int
     global_batch_size: int
     seed: int | None
-    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if not self.num_samples:
             raise InputError("the data set is empty: check the split and the filter that made it")
-        if not self.steps_per_epoch:
-            raise InputError(
-                f"drop_last leaves nothing: the data set has {self.num_samples} samples, fewer than "
-                f"global_batch_size {self.global_batch_size}: lower that, or leave drop_last out"
-            )
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch."""
-        full, rest = divmod(self.num_samples, self.global_batch_size)
-        return full + (rest > 0 and not self.drop_last)
-
-    @property
-    def num_dropped(self) -> int:
-        """Samples that an epoch leaves out."""
-        return max(0, self.num_samples - self.steps_per_epoch * self.global_batch_size)
-
-    @property
-    def notice(self) -> str | None:
-        """One line on the samples that ``drop_last`` leaves out, if any."""
-        if not self.num_dropped:
-            return None
-        return f"note: drop_last leaves {self.num_dropped} of {self.num_samples} samples out of every epoch"
+        return -(-self.num_samples // self.global_batch_size)
 
     def epoch(self, step: int) -> int:
         """The epoch that ``step`` belongs to, from 0."""

@@ -306,24 +306,9 @@ def _piece(
     )
 
 
-def state_bytes(
-    optimizer: str,
-    parameters: Iterable[Tensor],
-    *,
-    momentum: float = 0.0,
-    num_ranks: int | None = None,
-    on_cpu: bool = True,
-    waits: bool = False,
-) -> int:
-    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
-
-    Args:
-        num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
-        on_cpu: else as an accelerator's allocator counts them.
-        waits: leave out what waits on the host.
-    """
-    sizes = _state_sizes(optimizer, parameters, momentum, num_ranks)
-    return allocated_bytes((size for size in sizes if not waits or size < SMALLEST_BYTES), on_cpu=on_cpu)
+def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
+    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer."""
+    return allocated_bytes(_state_sizes(optimizer, parameters, momentum, None), on_cpu=True)
 
 
 def _state_sizes(optimizer: str, parameters: Iterable[Tensor], momentum: float, num_ranks: int | None) -> list[int]:

@@ -6,8 +6,8 @@ NOTE [ the commit ]: OLMo-core's protocol (``train/checkpoint.py``), with digest
 3. Renaming the sibling to ``NAME`` is the commit. Then the parent is synced.
 4. Only now are older folders given up: each is renamed to ``.trash-NAME``, and then deleted.
 5. A save that fails clears its sibling and touches nothing else.
-6. Every rank writes and syncs its own shards, or rank 0 whole weights; in a thread, where training goes on. Rank 0
-   begins before all and finishes after all.
+6. Every rank writes and syncs its own shards, or rank 0 whole weights. Rank 0 begins before all and finishes after
+   all.
 7. Weights that all ranks gather, file by file, are on rank 0's disk before the next file is gathered.
 """
 

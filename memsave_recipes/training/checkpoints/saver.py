@@ -8,7 +8,6 @@ for batch in batches:
 checkpoints.delete_last_step()  # when the results are written
 """
 
-import itertools
 import os
 import shutil
 import time
@@ -54,10 +53,9 @@ from memsave_recipes.training.checkpoints.resume import (
 from memsave_recipes.training.checkpoints.state import RankState, Record, TrainState, fitting, read_record
 from memsave_recipes.training.launch.distributed import (
     RankPoll,
-    on_all_after_rank_0,
+    on_all_at_leisure,
     on_all_processes,
     on_main_process,
-    told_to_rank_0,
 )
 from memsave_recipes.training.launch.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.training.optimizers import NotFinite
@@ -156,7 +154,6 @@ T = TypeVar("T")
 
 SAVE_ONLY = 1
 """A request to save, smaller than the number of any signal that stops a run."""
-_topics = (f"save-{number}" for number in itertools.count())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,35 +333,32 @@ class Checkpoints:
         return self.signals.received if self.signals is not None else 0
 
     def _written(self, step: int, state: Record) -> bool:
-        """Return whether the weights are finite, so that they have been saved, or are being saved."""
+        """Return whether the weights are finite, so that they have been saved."""
         if not all(gather_object([self.training.is_finite()])):
             return False
-        rank, topic, record = self.accelerator.process_index, next(_topics), self._record(step, state)
-        temporary = on_main_process(self.accelerator, lambda: self._begin(f"{STEP}-{step}"))
+        name, rank, record = f"{STEP}-{step}", self.accelerator.process_index, self._record(step, state)
+        temporary = on_main_process(self.accelerator, lambda: self._begin(name))
         mine = on_all_processes(self.accelerator, lambda: self.training.rank_state(rank, record))
-        on_all_after_rank_0(self.accelerator, lambda: self._write(step, temporary, mine, topic))
-        self.last_saved = step
-        return True
-
-    def _write(self, step: int, temporary: Path, mine: RankState, topic: str) -> None:
-        """Write this rank's part; rank 0 waits for all and commits: rule 6 of NOTE [ the commit ]. No collective."""
-        name = f"{STEP}-{step}"
-
-        def write_mine() -> list[Entry]:
-            with disk_errors_as_input_error(self.folder, name):
-                return settle(temporary, mine.write(temporary))
-
         try:
-            entries = told_to_rank_0(topic, write_mine, temporary)
-            if entries is None:
-                return
-            with disk_errors_as_input_error(self.folder, name):
-                finish(temporary, self.folder / name, list(itertools.chain(*entries)))
-                prune(self.folder, STEP, newest=step, keep=KEPT, damaged=self.damaged)
+            entries = gather_object(on_all_at_leisure(self.accelerator, lambda: self._write(name, temporary, mine)))
+            on_main_process(self.accelerator, lambda: self._commit(step, temporary, entries))
         except BaseException:
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        self.last_saved = step
+        return True
+
+    def _write(self, name: str, temporary: Path, mine: RankState) -> list[Entry]:
+        """Write this rank's part: rule 6 of NOTE [ the commit ]."""
+        with disk_errors_as_input_error(self.folder, name):
+            return settle(temporary, mine.write(temporary))
+
+    def _commit(self, step: int, temporary: Path, entries: list[Entry]) -> None:
+        name = f"{STEP}-{step}"
+        with disk_errors_as_input_error(self.folder, name):
+            finish(temporary, self.folder / name, entries)
+            prune(self.folder, STEP, newest=step, keep=KEPT, damaged=self.damaged)
 
     def _begin(self, name: str) -> Path:
         """Make the folder that the ranks fill."""

@@ -7,7 +7,7 @@ NOTE [ missing ranks ]
    of its groups.
 2. A rank is missing that for longer than the limit has not reported, or is behind the furthest and begins nothing. Of
    those behind it is the last: the others wait for it in a smaller group.
-3. While ranks wait for rank 0 (``on_main_process``) nobody is behind, so that may take any time.
+3. While ranks wait for rank 0 (``on_main_process``), or for all, nobody is behind, so that may take any time.
 4. All ranks find out and end; the lowest one that is not missing says so.
 5. A rank's own ticks are the clock: one that was stopped and goes on blames nobody for it.
 6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
@@ -16,13 +16,11 @@ NOTE [ missing ranks ]
 """
 
 import itertools
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NoReturn, TypeVar
 
@@ -44,11 +42,9 @@ MISTAKE, MEMORY, OTHER = "mistake", "memory", "other"
 """The user's mistake, no memory left, and anything else."""
 POLL_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
-LOOK_OFTEN_S = 0.01
 _turns = itertools.count()
 
 REPORT = "memsave_recipes/report"
-TOLD = "memsave_recipes/told"
 DONE = "done"
 TICKS_IN_LIMIT = 20
 MAX_TICK_S = 10.0
@@ -64,7 +60,7 @@ def on_main_process(accelerator: Accelerator, action: Callable[[], T]) -> T:
         RuntimeError: on the other ranks, where rank 0 raised something else.
     """
     result, error = _attempt(action) if accelerator.is_main_process else (None, None)
-    _wait_for_rank_0(accelerator)
+    _wait_for(accelerator)
     broadcast: list[tuple[T, Failure | None]] = broadcast_object_list([(result, _failure(error))])
     [(result_of_0, failure)] = broadcast
     _raise(error, [failure])
@@ -108,7 +104,7 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
         InputError, RuntimeError: as ``on_all_processes``.
     """
     if not accelerator.is_main_process:
-        _wait_for_rank_0(accelerator)
+        _wait_for(accelerator)
         _raise(None, broadcast_object_list([None]))
     error = None
     try:
@@ -116,7 +112,7 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
     except Exception as caught:
         error = caught
     if accelerator.is_main_process:
-        _wait_for_rank_0(accelerator)
+        _wait_for(accelerator)
         _raise(error, broadcast_object_list([_failure(error)]))
     fail_together(error)
 
@@ -130,73 +126,16 @@ def fail_together(error: Exception | None) -> None:
     _raise(error, gather_object([_failure(error)]))
 
 
-def told_to_rank_0(topic: str, action: Callable[[], T], folder: Path) -> list[T] | None:
-    """Let every rank call ``action()``; return the results of all to rank 0, which waits for any time.
-
-    For a thread besides the training, whose collectives another one would upset.
-
-    Args:
-        topic: the same on all ranks, and used once.
-        action: its result is a plain value, which JSON holds.
-        folder: that all ranks see; nothing is left in it.
+def on_all_at_leisure(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """Let every rank call ``action()``, which may take any time; where one fails, all do.
 
     Raises:
-        InputError, MemoryError, RuntimeError: on rank 0, where a rank failed.
-        Exception: this rank's own.
+        InputError, MemoryError, RuntimeError: as ``on_all_processes``.
     """
-    if not dist.is_initialized():
-        return [action()]
     result, error = _attempt(action)
-    rank = dist.get_rank()
-    _tell(folder, topic, rank, json.dumps([result, _failure(error)]))
-    if rank != 0:
-        if error is not None:
-            raise error
-        return None
-    words: dict[int, str] = {}
-    while missing := [other for other in range(dist.get_world_size()) if other not in words]:
-        words |= {other: word for other in missing if (word := _word_of(folder, topic, other))}
-        time.sleep(LOOK_OFTEN_S)
-    for other in words:
-        _told_in(folder, other).unlink(missing_ok=True)
-    of_ranks = [json.loads(words[other]) for other in sorted(words)]
-    _raise(error, [failure for _, failure in of_ranks])
-    return [result for result, _ in of_ranks]
-
-
-@only_errors_of_c10()
-def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
-    """Write a file, and then to the store: the disk may be full, and the store gone with the launcher."""
-    path = _told_in(folder, rank)
-    with suppress(OSError):
-        path.with_suffix(".part").write_text(word, encoding="utf-8")
-        path.with_suffix(".part").replace(path)
-    with suppress(RuntimeError):
-        _get_default_store().set(f"{TOLD}/{topic}/{rank}", word)
-
-
-@only_errors_of_c10()
-def _word_of(folder: Path, topic: str, rank: int) -> str | None:
-    """Return what a rank has told, if it has."""
-    key = f"{TOLD}/{topic}/{rank}"
-    with suppress(RuntimeError):
-        store = _get_default_store()
-        if store.check([key]):
-            return str(store.get(key), "utf-8")
-    with suppress(OSError):
-        return _told_in(folder, rank).read_text(encoding="utf-8")
-    return None
-
-
-def _told_in(folder: Path, rank: int) -> Path:
-    return folder / f".told-{rank}.json"
-
-
-def on_all_after_rank_0(accelerator: Accelerator, action: Callable[[], Any]) -> None:
-    """Let every rank call ``action()``, for which rank 0 may take any time; where one fails, all do."""
-    _, error = _attempt(action)
-    _wait_for_rank_0(accelerator)
+    _wait_for(accelerator, range(accelerator.num_processes))
     fail_together(error)
+    return result  # type: ignore[return-value]
 
 
 class RankPoll:
@@ -234,16 +173,15 @@ class RankPoll:
 
 
 @only_errors_of_c10()
-def _wait_for_rank_0(accelerator: Accelerator) -> None:
-    """Wait, outside of a collective, until rank 0 has called this as often as the caller."""
+def _wait_for(accelerator: Accelerator, ranks: Iterable[int] = (0,)) -> None:
+    """Wait, outside of a collective, until these ranks have called this as often as the caller."""
     if accelerator.num_processes == 1:
         return
     turn, pause_s = f"memsave_recipes/turn-{next(_turns)}", 1e-3
     with suppress(RuntimeError):  # the launcher, which keeps the store, is gone: then in the collective
         store = _get_default_store()
-        if accelerator.is_main_process:
-            store.set(turn, "done")
-        while not store.check([turn]):
+        store.set(f"{turn}/{accelerator.process_index}", "done")
+        while not store.check([f"{turn}/{rank}" for rank in ranks]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_EVERY_S)
 

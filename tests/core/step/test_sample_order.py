@@ -102,15 +102,6 @@ def test_an_epoch_visits_every_sample_once(num_samples, shape):
     assert sorted(counted) == [(epoch, index) for epoch in range(3) for index in range(num_samples)]
 
 
-def test_drop_last_leaves_out_the_short_step_and_says_how_much():
-    order = SampleOrder(num_samples=101, global_batch_size=24, seed=0, drop_last=True)
-    assert (order.steps_per_epoch, order.num_dropped) == (4, 5)
-    assert order.notice == "note: drop_last leaves 5 of 101 samples out of every epoch"
-    assert SampleOrder(num_samples=101, global_batch_size=24, seed=0).notice is None
-    with pytest.raises(InputError, match="drop_last leaves nothing"):
-        SampleOrder(num_samples=7, global_batch_size=24, seed=0, drop_last=True)
-
-
 def test_the_order_depends_on_seed_and_epoch_alone():
     order = SampleOrder(num_samples=50, global_batch_size=8, seed=1)
     assert order.permutation(2) == order.permutation(2)

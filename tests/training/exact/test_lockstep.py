@@ -69,7 +69,7 @@ class Run:
     dtype: torch.dtype = torch.float32
     autocasts: bool = False
     has_dropout: bool = True
-    drops_last: bool = False
+    has_whole_steps: bool = False
     is_bitwise: bool = True
     budget_bytes: int = 0
 
@@ -142,9 +142,8 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
     global_batchnorm(bare)
     optimizer = make_optimizer(optim, bare)
     model, optimizer = accelerator.prepare(bare, optimizer)
-    order = SampleOrder(
-        num_samples=NUM_SAMPLES, global_batch_size=run.global_batch_size, seed=3, drop_last=run.drops_last
-    )
+    num_samples = NUM_SAMPLES - NUM_SAMPLES % run.global_batch_size * run.has_whole_steps
+    order = SampleOrder(num_samples=num_samples, global_batch_size=run.global_batch_size, seed=3)
     layout: BatchLayout = LockstepLayout.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
     if not run.is_bitwise:
         layout = BatchLayout.of(run.global_batch_size, None, accelerator.num_processes)
@@ -206,7 +205,7 @@ RUNS = {
     "densenet": Run(model="densenet_small", optimizer="adamw"),
     "densenet bottleneck": Run(model="densenet_small", strategy="bottleneck"),
     "vgg offload": Run(model="vgg_small_bn", strategy="full_offload"),
-    "resnet": Run(model="resnet", strategy="every:2", global_batch_size=10, drops_last=True),
+    "resnet": Run(model="resnet", strategy="every:2", global_batch_size=10, has_whole_steps=True),
 }
 
 
@@ -273,7 +272,7 @@ EXACT = {
     "has_dropout": False,
     "global_batch_size": 10,
     "learning_rate": 1e-3,
-    "drops_last": True,
+    "has_whole_steps": True,
 }
 
 

@@ -1,12 +1,13 @@
 """What one rank finds all ranks end with, and rank 0 has been there before the others."""
 
+import time
 from functools import partial
 
 import pytest
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.training.launch import distributed
-from memsave_recipes.training.launch.distributed import main_process_first, require_same, told_to_rank_0
+from memsave_recipes.training.launch.distributed import main_process_first, on_all_at_leisure, require_same
 
 FAILURES = {
     InputError: ("InputError", "bad row 3"),
@@ -70,43 +71,45 @@ class LostStore:
     set = check = get = lost
 
 
-def tell(folder, failing_rank, failure, lost_on, accelerator):
-    """What a rank has of what all told rank 0, or what it ended with."""
+def part_of(folder, failing_rank, failure, lost_on, accelerator):
+    """What a rank has made at its leisure, or what it ended with; rank 1 is the last, by far."""
     rank = accelerator.process_index
 
     def action():
         if rank == failing_rank:
             raise failure("bad row 3")
+        time.sleep(0.5 * (rank == 1))
+        (folder / f"part-{rank}").touch()
         return f"part {rank}"
 
     with pytest.MonkeyPatch.context() as patch:
         if rank in lost_on:
             patch.setattr(distributed, "_get_default_store", LostStore)
+        patch.setattr(distributed, "fail_together", partial(met, folder, distributed.fail_together))
         try:
-            return told_to_rank_0("a topic", action, folder)
+            return on_all_at_leisure(accelerator, action)
         except Exception as error:
             return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("lost_on", [(), (0, 1, 2), (0,), (1,), (1, 2)])
-def test_rank_0_is_told_also_where_the_store_went_with_its_launcher(run_on_ranks, tmp_path, lost_on):
-    found = run_on_ranks(partial(tell, tmp_path, None, None, lost_on), 3)
-    assert found == [["part 0", "part 1", "part 2"], None, None]
-    assert not list(tmp_path.iterdir())
+def met(folder, fail_together, error):
+    """The ranks come to the collective when all are done, where there is a store to tell."""
+    if error is None:
+        (folder / f"there-{len(list(folder.glob('part-*')))}").touch()
+    fail_together(error)
 
 
-@pytest.mark.parametrize("lost_on", [(), (0, 1)])
-@pytest.mark.parametrize(
-    ("failure", "of_rank_0"),
-    [
-        (InputError, ("InputError", "bad row 3")),
-        (MemoryError, ("MemoryError", "another rank failed: bad row 3")),
-        (OSError, ("RuntimeError", "another rank failed: bad row 3")),
-    ],
-)
-def test_a_rank_that_fails_has_its_own_error_and_rank_0_knows_its_kind(
-    run_on_ranks, tmp_path, failure, of_rank_0, lost_on
-):
-    own = (failure.__name__, "bad row 3")
-    assert run_on_ranks(partial(tell, tmp_path, 1, failure, lost_on), 2) == [of_rank_0, own]
-    assert run_on_ranks(partial(tell, tmp_path, 0, failure, lost_on), 2) == [own, None]
+@pytest.mark.parametrize("lost_on", [(), (0, 1, 2)])
+def test_all_wait_outside_of_a_collective_until_all_are_done(run_on_ranks, tmp_path, lost_on):
+    found = run_on_ranks(partial(part_of, tmp_path, None, None, lost_on), 3)
+    assert found == ["part 0", "part 1", "part 2"]
+    early = {path.name for path in tmp_path.glob("there-*")} - {"there-3"}
+    assert bool(early) == bool(lost_on)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_is_done_at_leisure_fails_on_all(run_on_ranks, tmp_path, failing_rank, failure):
+    ended = run_on_ranks(partial(part_of, tmp_path, failing_rank, failure, ()), 2)
+    own = (failure.__name__, str(failure("bad row 3")))
+    assert ended == [own if rank == failing_rank else FAILURES[failure] for rank in range(2)]
