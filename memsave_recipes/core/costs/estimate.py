@@ -35,6 +35,7 @@ from memsave_recipes.core.costs.compiled_layers import CompilerOfTarget
 from memsave_recipes.core.costs.fake_step import (
     FakeInstruments,
     KernelRun,
+    KnownOperators,
     RMSNormKernel,
     SimulatedClock,
     Workspaces,
@@ -80,9 +81,23 @@ def fake_model(build: Callable[[], M]) -> M:
 
 
 def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Make fake tensors like those of ``batch``, for a model that ``fake_model`` made; anything else stays as it is."""
+    """Make fake tensors like those of ``batch``, for a model that ``fake_model`` made; anything else stays as it is.
+
+    Integers, bools too, that have values keep them in copies, as grids and masks of images say what runs.
+    """
     mode = _fake_mode_of(model)
-    return {name: _as_fake(part, mode) if isinstance(part, Tensor) else part for name, part in batch.items()}
+
+    def made(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return part.clone() if has_values(part) else _as_fake(part, mode)
+
+    return {name: made(part) for name, part in batch.items()}
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor of a batch has integers to be read."""
+    return not (tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 class Estimator:
@@ -122,6 +137,8 @@ class Estimator:
             A measurement whose workload is on the target's device, so that its chains are those of the target.
         """
         instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
+        if any(map(has_values, workload.batch)):
+            instruments = replace(instruments, known=KnownOperators(runs_values=True))
         on_cpu = replace(workload, forward=partial(self._forward, workload), device=CPU)
         with self._simulating(workload.model, clock), replaced(tiles, "in_turn", partial(some_tiles, clock)):
             measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))

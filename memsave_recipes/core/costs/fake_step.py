@@ -265,7 +265,7 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is ASKS_DEVICE:
-            return args[0].fake_device
+            return getattr(args[0], "fake_device", args[0].device)
         kwargs = kwargs or {}
         if func is aten.add.Tensor and _engine_owns(args[0]):
             func = aten.add_.Tensor
@@ -273,6 +273,8 @@ class _Operators(TorchDispatchMode):
             # Below ``FakeTensorMode``, whose cache would keep that storage alive.
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return args[0].set_(*args[1:])
+        if self.instruments.known.runs_values and func in INDEXES:
+            args = _with_places(args)
         key, out = self.instruments.known.results_of(func, args, kwargs)
         if is_view(func):
             return out
@@ -285,7 +287,7 @@ class _Operators(TorchDispatchMode):
         if self.instruments.on_cpu and saves_number:
             self.live_bytes += NUMBER_BYTES
         taken = {id(storage) for storage in _storages((args, kwargs))}
-        workspace_of = self.instruments.workspace_of
+        workspace_of = None if _has_values(out) else self.instruments.workspace_of
         if workspace_of and (run := workspace_of(func, args, kwargs)):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + run.peak_bytes)
             out = _as_the_kernel_does(out, run, taken) if run.results else out
@@ -341,9 +343,13 @@ class KnownOperators:
 
     ``FakeTensorMode`` has a cache of the same kind, but to look into it takes most of the time of a step. Operators
     whose result follows from values, or which change the form of an argument, are left to it.
+
+    Args:
+        runs_values: whether operators on tensors that have values run: ``result_by_values``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, runs_values: bool = False) -> None:
+        self.runs_values = runs_values
         self.seconds: dict[Hashable, float] = {}  # by the keys of ``results_of``
         self._makers: dict[Hashable, Maker | None] = {}
 
@@ -354,12 +360,68 @@ class KnownOperators:
             make = self._makers.get(key)
             if make is not None:
                 return key, make(args)
+        if self.runs_values and (out := result_by_values(func, args, kwargs)) is not None:
+            return key, out
         out = _grouped(*args, **kwargs) if func is GROUPED_PRODUCT else func(*args, **kwargs)
         if key not in self._makers:
             with torch._C.DisableTorchFunction():
                 is_open = func is NAMES_OFFSET or DEPENDS_ON_VALUES & {*func.tags}
                 self._makers[key] = None if is_open else _maker_of_all(args, kwargs, out)
         return key, out
+
+
+MOST_VALUES = 2**24
+"""Of a result: a larger one, as the mask of a long row, is not computed."""
+MADE_BY_NUMBERS = (aten.arange, aten.linspace)
+"""Operators without a tensor whose floats are computed; of others, integers are."""
+INDEXES = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+COMPARES_ALL = aten.eq.Scalar
+
+
+def result_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute what follows from values that are known: of ids, masks, grids, and of what is made of numbers.
+
+    Pixels have none: no one of them equals a number that it is compared with.
+
+    Returns:
+        ``None`` where it has no values, or too many; else real tensors, or a number.
+    """
+    tensors = _tensors((args, kwargs))
+    if func is COMPARES_ALL and isinstance(args[0], FakeTensor) and not args[0].requires_grad:
+        with unset_fake_temporarily():
+            return torch.zeros(args[0].shape, dtype=torch.bool)
+    if torch.Tag.nondeterministic_seeded in func.tags or not all(map(_is_known, tensors)):
+        return None
+    if not (DEPENDS_ON_VALUES & {*func.tags}):
+        forms = _tensors(func(*args, **kwargs))
+        is_number = getattr(func, "_overloadpacket", None) in MADE_BY_NUMBERS
+        may_be_float = bool(tensors) or is_number
+        if any(one.numel() > MOST_VALUES or not (may_be_float or _is_integer(one)) for one in forms):
+            return None
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _has_values(out: Any) -> bool:
+    return not any(isinstance(one, FakeTensor) for one in _tensors(out))
+
+
+def _with_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the places that a mask names in place of the mask."""
+    places: list[Tensor | None] = []
+    for one in args[1]:
+        is_mask = one is not None and one.dtype == torch.bool and not isinstance(one, FakeTensor)
+        with unset_fake_temporarily():
+            places += one.nonzero(as_tuple=True) if is_mask else [one]
+    return args[0], places, *args[2:]
 
 
 def _grouped(factor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

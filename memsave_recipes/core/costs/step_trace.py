@@ -37,8 +37,8 @@ class StepTrace:
 
     @property
     def running(self) -> dict[str, bool]:
-        """The names of the blocks that ran, and whether a backward came to each."""
-        return {part.block: part.backward is not None for part in self.parts if part.block is not None}
+        """The names of the blocks that ran, and whether a backward may come to each: a later one need not read it."""
+        return {part.block: part.needs_gradient for part in self.parts if part.block is not None}
 
     @property
     def step(self) -> "Seconds":
@@ -166,9 +166,8 @@ def _chain_under_one_action(
         checkpoint_bytes: that every block under it holds besides tensors.
         extra_args_bytes: that all of them together hold.
     """
-    described = zip(
-        trace.parts, _attributed(trace.parts), _names(trace.parts), _stacks(trace.parts, stack_of), strict=True
-    )
+    parts = [part if part.backward is not None else replace(part, saved={}) for part in trace.parts]
+    described = zip(parts, _attributed(parts), _names(parts), _stacks(parts, stack_of), strict=True)
     blocks = tuple(
         _without_transients(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
         for part, own, name, stack in described

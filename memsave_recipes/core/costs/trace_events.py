@@ -176,6 +176,7 @@ class Part:
     leaves: Storages = field(default_factory=dict)  # inputs that autograd did not make
     until_saved_bytes: int = 0  # the peak of its forward until its last tensor is saved
     backward: int | None = None
+    needs_gradient: bool = False  # of its outputs
     is_read: bool = False  # whether its backward has read a tensor that it saved
     until_read_bytes: int = 0  # by which more is live just before that than when its backward begins
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
@@ -327,6 +328,7 @@ class StepTracer:
     def _mark_backward(self, part: Part, outputs: list[Tensor]) -> None:
         """Let its backward begin with the gradient of the newest of its outputs."""
         trained = [tensor for tensor in outputs if tensor.requires_grad]
+        part.needs_gradient = bool(trained)
         if trained:
             trained[-1].register_hook(lambda _: self._begin_backward(part))
 

@@ -1,0 +1,120 @@
+"""A step of images and text, estimated: grids, masks and ids keep their values, pixels have none."""
+
+from functools import partial
+
+import pytest
+import torch
+from samples import sample
+from torch import nn
+from workloads import estimate_on_target, measured_peak_bytes, workload_of
+from zoo.architectures import mean_loss
+from zoo.image_text import IMAGE_TEXT, ImageText, in_patches
+
+from memsave_recipes.core.costs.estimate import fake_batch, fake_model
+from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner import StaticMemory
+from memsave_recipes.core.planner.budget import forecast, least_memory
+from memsave_recipes.core.plans import plan_for
+from memsave_recipes.core.plans.plan import as_they_run
+from memsave_recipes.core.plans.simulate import simulate
+
+TYPES = ("qwen2_5_vl", "smolvlm", "llava", "gemma3", "qwen3_vl", "internvl", "mistral3", "paligemma")
+CASES = [(model_type, frozen) for model_type in TYPES for frozen in (False, True)]
+NO_STATE = StaticMemory(state_bytes=0)
+
+
+def step_of(model, batch):
+    return workload_of(model, lambda model, batch: mean_loss(model(**batch)), batch)
+
+
+def freeze_tower(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("vis" not in name)
+
+
+def check(case, batch, frozen):
+    model, fake = case.build(), fake_model(case.build)
+    for one in (model, fake) if frozen else ():
+        freeze_tower(one)
+    measured, estimated = step_of(model, batch), step_of(fake, fake_batch(fake, batch))
+    plans = [plan_for(strategy, estimated.stacks) for strategy in ("none", "selective")]
+    found = estimate_on_target(estimated, plans, find_target("cpu"))
+    chain, stacks = found.chain(), as_they_run(measured.stacks, found.running)
+    least_bytes = least_memory(found, NO_STATE).peak.total_bytes
+    budget = forecast(found, int(1.1 * least_bytes), NO_STATE).plan
+    for plan in (plan_for("none", stacks), plan_for("full", stacks), budget):
+        predicted = simulate(chain, plan).peak_bytes
+        needed = measured_peak_bytes(measured, plan) + measured.resident_bytes
+        assert 0.99 <= predicted / needed <= 1.05, (plan.strategy, predicted, needed)
+
+
+@pytest.mark.parametrize(("model_type", "frozen"), sample([("qwen2_5_vl", True), ("smolvlm", False)], CASES))
+def test_estimated_peaks_are_those_that_are_measured(model_type, frozen):
+    case = ImageText(IMAGE_TEXT, model_type)
+    check(case, case.batch(), frozen)
+
+
+def test_another_size_of_images():
+    case = ImageText(IMAGE_TEXT, "qwen2_5_vl")
+    batch = case.batch()
+    grid = in_patches(case.build().config, height=4, width=12)
+    ids = torch.cat([batch["input_ids"][:, :13], batch["input_ids"][:, 17:]], dim=1)  # 12 tokens an image, not 16
+    texts = {name: torch.ones_like(ids) for name in ("attention_mask",) if name in batch}
+    kinds = {"mm_token_type_ids": (ids == 95).long()} if "mm_token_type_ids" in batch else {}
+    check(case, {**batch, **grid, **texts, **kinds, "input_ids": ids, "labels": ids}, frozen=False)
+
+
+class Pads(nn.Module):
+    """Takes images that are not padding, parts by a grid, and states by a mask."""
+
+    def __init__(self, reads_pixels=False):
+        super().__init__()
+        self.linear, self.reads_pixels = nn.Linear(4, 4), reads_pixels
+
+    def forward(self, pixels, grid, ids):
+        is_image = (pixels == 0).sum(dim=-1) != pixels.shape[-1]
+        pixels = pixels[is_image]
+        assert len(pixels) == 6
+        if self.reads_pixels:
+            assert pixels.sum() > 0
+        lengths = grid.prod(dim=-1)
+        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        within = torch.arange(len(starts)) - starts
+        parts = self.linear(pixels[within + starts]).split(lengths.tolist())
+        states = torch.cat([part.mean(0, keepdim=True) for part in parts])
+        text = torch.zeros(*ids.shape, 4)
+        text[ids == 7] = states
+        return text.square().sum()
+
+
+BATCH = {
+    "pixels": torch.linspace(-1, 1, 24).view(6, 4),
+    "grid": torch.tensor([[1, 2], [2, 2]]),
+    "ids": torch.tensor([[1, 7], [7, 2]]),
+}
+
+
+def estimated(batch, **options):
+    model = fake_model(partial(Pads, **options))
+    workload = workload_of(model, lambda model, batch: model(**batch), fake_batch(model, batch), stacks=[["linear"]])
+    return estimate_on_target(workload, [plan_for("none", workload.stacks)], find_target("cpu"))
+
+
+def test_what_integers_say_is_run_as_it_is():
+    model = Pads()
+    workload = workload_of(model, lambda model, batch: model(**batch), BATCH, stacks=[["linear"]])
+    plan = plan_for("none", workload.stacks)
+    predicted = simulate(estimated(BATCH).chain(), plan).peak_bytes
+    assert predicted == pytest.approx(measured_peak_bytes(workload, plan) + workload.resident_bytes, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [(BATCH, {"reads_pixels": True}), ({name: one.to("meta") for name, one in BATCH.items()}, {})],
+    ids=["values of pixels", "a grid without values"],
+)
+def test_what_has_no_values_is_refused_in_one_line(batch, options):
+    with pytest.raises(InputError, match="a step of Pads cannot be estimated") as refused:
+        estimated(batch, **options)
+    assert "\n" not in str(refused.value)
