@@ -38,7 +38,7 @@ UNLESS_NAMED = {  # by words of a launch without a preset
 }
 NOT_RUN = {
     r"^(pip|git|hf) |^make ": "installs, or needs a network",
-    r"bert_glue|llama_8b|chat_lora|meta-llama": "names a model or data of the Hub",
+    r"bert_glue|llama_8b|chat_lora|meta-llama|image_text.*MODEL|out/photos": "names a model or data of the Hub",
     r"\$SCRATCH|SLURM|^wait": "SLURM",
     r"multi_node|--nnodes": "several machines",
     r"^(LAUNCH=\S+ )?wandb |^trackio show": "a server: recipes/../run/test_sweep.py",

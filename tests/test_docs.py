@@ -87,6 +87,7 @@ def test_the_recipe_of_the_page_resumes_both_models_and_both_optimizers(tmp_path
 MIGRATING = (DOCS / "migrating.md").read_text(encoding="utf-8")
 MODEL_OF_RECIPE = {
     "image_classification": ["--model", "vgg_small"],
+    "image_text": ["--model_type", "llava"],
     "language_modeling": ["--model_type", "gpt2"],
     "text_classification": ["--model_type", "bert"],
 }

@@ -283,12 +283,13 @@ LIBRARY = "memsave-recipes"
 PIPELINES = {
     "image_classification": "image-classification",
     "language_modeling": "text-generation",
+    "image_text": "image-text-to-text",
     "text_classification": "text-classification",
 }
 """Tasks of the Hub, by recipe."""
 METRICS = (
     *("accuracy", "f1", "f1_macro", "f1_micro", "top5_accuracy", "mse", "pearson", "spearmanr", "loss", "perplexity"),
-    "bits_per_byte",
+    *("bits_per_byte", "exact_match"),
 )
 
 

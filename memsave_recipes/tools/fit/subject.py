@@ -13,7 +13,7 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuration
-from memsave_recipes.models.saved import KINDS
+from memsave_recipes.models.saved import IMAGE_TEXT, KINDS
 
 IMAGES, TEXTS, LANGUAGE = "image_classification", "text_classification", "language_modeling"
 RECIPES = {"image-classification": IMAGES, "text-classification": TEXTS, "text-generation": LANGUAGE}
@@ -114,12 +114,18 @@ def _recipe_of(word: str, config: Any) -> str:
     A type that has a masked language model is an encoder, which is trained as a text classifier.
     """
     named, kind = set(config.architectures or ()), config.model_type
-    for task, (_, classes) in KINDS.items():
+    kinds = {task: classes for task, (_, classes) in KINDS.items() if task in RECIPES}
+    for task, classes in kinds.items():
         if named & set(chain.from_iterable([one] if isinstance(one, str) else one for one in classes.values())):
             return RECIPES[task]
-    types = [task for task, (_, classes) in KINDS.items() if kind in classes]
+    types = [task for task, classes in kinds.items() if kind in classes]
     if "text-generation" in types and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return LANGUAGE
+    if not types and kind in KINDS[IMAGE_TEXT][1]:
+        raise InputError(
+            f"MODEL {word} is a model of images and text, which is planned by its images: launch recipes/image_text.py "
+            "with --micro_batch_size auto and --activation_checkpointing budget"
+        )
     if not types:
         raise InputError(
             f"MODEL {word} is of type {kind}, which no recipe trains: take a causal language model, or a model that "
