@@ -40,6 +40,9 @@ EXPECTED_SECONDS = (
     "seconds are expected, not measured: by the shares of the data sheet's rates that eager kernels reach on an H100, "
     "without waits for the host or for data (docs/design/predictions.md)"
 )
+COMPILED_LAYERS = (
+    "layers that repeat compute compiled, as --compile auto does on a GPU with Triton; --compile none plans without"
+)
 CPU_SECONDS = "seconds are estimates by the rates measured here: they rank plans"
 NO_FIGURE = "not in any figure: fragmentation of the allocator"
 NO_FIGURE_OF_CONVOLUTIONS = f"{NO_FIGURE}, and cuDNN's workspaces, for which convolutions take memory that is free"
@@ -121,11 +124,12 @@ class PlanRequest:
         ]
 
     def remarks_on(self, candidate: Candidate) -> list[str]:
-        """Return ``remarks``, and what a step of ``candidate`` holds and sends for sums of gradients."""
+        """Return ``remarks``, and what a step of ``candidate`` compiles, holds and sends for sums of gradients."""
+        remarks = [*self.remarks, *([COMPILED_LAYERS] if candidate.forecast.plan.compiled else [])]
         if not candidate.layout.is_bitwise:
-            return self.remarks
+            return remarks
         model = fake_planned_model(self.task, self.launch.target)
-        return [*self.remarks, *filter(None, [candidate.layout.describe_sums(model)])]
+        return [*remarks, *filter(None, [candidate.layout.describe_sums(model)])]
 
     def reducing_every_micro_batch(self) -> "PlanRequest":
         """Return the request for gradients that are reduced for every micro-batch, where weights are in shards."""
@@ -306,8 +310,6 @@ def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
         decided["activation_checkpointing"] = strategy if searches else chosen.strategy
     if len(request.task.losses) > 1 and chosen.loss is not None:
         decided["loss"] = chosen.loss
-    if "compile" in request.named or run.compiles_on(request.launch.target.device_type):
-        decided["compile"] = "none"  # as estimated
     if searches and not by_preset:
         decided["memory_budget_gib"] = f"{request.budget_gib:.12g}"
     return decided

@@ -107,7 +107,7 @@ def test_auto_is_the_dtype_of_16_bits_that_the_target_computes_in(
     preset.write_text("dtype: auto\nlora: true\ncompile: auto\nactivation_checkpointing: none\nmicro_batch_size: 2\n")
     found = planned(["plan", *LANGUAGE, "--config", str(preset), "--target", target], tmp_path)
     assert (found["mixed_precision"], value(flags_of(found["launch"]), "--dtype")) == (precision, dtype)
-    assert value(flags_of(found["launch"]), "--compile") == "none"  # as estimated
+    assert "--compile" not in flags_of(found["launch"])  # the preset has it
     assert ("--mixed_precision fp16" in found["launch"]) == (precision == "fp16")
 
 
