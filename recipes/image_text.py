@@ -53,9 +53,10 @@ from memsave_recipes.run.recipe import (
 
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, TrainedPartArguments, ImageTextModelArguments, ImageTextArguments):
-    """The flags of models of images and text; none of them has BatchNorm that trains."""
+    """The flags of models of images and text; no BatchNorm trains in them, and no weights are streamed."""
 
     batchnorm: Literal["local", "sync", "global"] = field(default="local", init=False)
+    stream_weights: Literal["none", "host"] = field(default="none", init=False)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -134,7 +135,6 @@ def describe(args: Arguments, processor: Any) -> Task:
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not args.freezes,
-        stream_weights=args.stream_weights == "host",
         losses=(args.loss,),
     )
 

@@ -160,3 +160,10 @@ def build_case() -> Callable[[str], Case]:
 def make_case() -> Callable[[str], Case]:
     """Builds the case of a model by its name, always with the same weights and batch."""
     return _build
+
+
+@pytest.fixture(autouse=True)
+def plans_ahead_for_eager_layers(request, monkeypatch):
+    """Estimates for GPUs compile by default, which takes seconds each: only tests marked ``compiles_ahead`` do."""
+    if request.node.get_closest_marker("compiles_ahead") is None:
+        monkeypatch.setattr("memsave_recipes.core.planner.task.has_layers_to_compile", lambda model: False)

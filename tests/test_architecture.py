@@ -56,7 +56,7 @@ ONLY_IN = {
     "kornia": ("data/vision/augmentation.py",),
 }
 """Packages that only these files may import."""
-MAX_MODULES = 16  # of a package, beside its __init__.py
+MAX_MODULES = 17  # of a package, beside its __init__.py
 MAX_FILES = 173
 
 FILES = sorted([*(ROOT / "memsave_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])

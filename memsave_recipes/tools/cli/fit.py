@@ -26,7 +26,7 @@ from memsave_recipes.tools.cli.request import (
     to_json,
 )
 from memsave_recipes.tools.fit.ladder import Rung, best_rung, ladder
-from memsave_recipes.tools.fit.recipe_task import read_task
+from memsave_recipes.tools.fit.recipe_task import of_eager_layers, read_task
 from memsave_recipes.tools.fit.subject import IMAGES, Subject, find_subject
 from memsave_recipes.tools.pages.choice import heading, row
 from memsave_recipes.training.parsing import named_flags
@@ -80,9 +80,10 @@ class _Page:
         return str(self.json_file) != STDOUT
 
     def read(self, flags: Sequence[str]) -> Task:
-        """Read the task of the recipe under the flags of all rungs and ``flags``."""
+        """Read the task of the recipe under the flags of all rungs and ``flags``, for eager layers by default."""
         flags = [*self.flags, *flags]
-        return read_task(recipe_path(self.subject.recipe), [*flags, *open_flags(named_flags(flags), self.budget_gib)])
+        path, named = recipe_path(self.subject.recipe), named_flags(flags)
+        return of_eager_layers(read_task(path, [*flags, *open_flags(named, self.budget_gib)]))
 
     def request_of(self, rung: Rung) -> PlanRequest:
         """Return the request of ``memsave plan`` for a rung."""

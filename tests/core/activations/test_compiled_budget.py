@@ -43,11 +43,14 @@ class Costs:
 
     of_ratio: dict
     workload: object = None
-    running: tuple = ("layers.0", "layers.1")
+
+    @property
+    def running(self):
+        return {"layers.0": True, "layers.1": True}
 
     @property
     def traces(self):
-        plans = [plan_for(f"compiled:{ratio}", [self.running]) for ratio in self.of_ratio]
+        plans = [plan_for(f"compiled:{ratio}", [list(self.running)]) for ratio in self.of_ratio]
         return [(plan, None) for plan in plans]
 
     def chain_under(self, plan):

@@ -99,8 +99,6 @@ def test_bytes_are_never_predicted_low_and_are_near(name, dtype):
     real, read = traces_of(name, RATIOS, dtype)
     assert [ratio for ratio, _ in real] == [ratio for ratio, _ in read] == list(RATIOS)
     for (ratio, ran), (_, predicted) in zip(real, read, strict=True):
-        print(name, dtype, ratio, saved_bytes(ran), saved_bytes(predicted), peak_bytes(ran), peak_bytes(predicted))
-    for (ratio, ran), (_, predicted) in zip(real, read, strict=True):
         assert saved_bytes(ran) <= saved_bytes(predicted) <= 1.02 * saved_bytes(ran), ratio
         assert peak_bytes(ran) <= peak_bytes(predicted) <= 1.03 * peak_bytes(ran), ratio
 
