@@ -92,7 +92,7 @@ def predict(case: Case, device: str) -> tuple[Plan, int, int]:
     layout = BatchLayout.of(global_batch_size(case), case.micro_batch_size, 1)
     workload = fake_workload(task, launch, model, layout, task.losses[0])
     measured_as = "budget:bitwise" if case.strategy in ("budget", "random") else case.strategy
-    plans = plans_to_measure(measured_as, workload, device_type=device, compiles=False)
+    plans = plans_to_measure(measured_as, workload, device_type=device)
     measured = Estimator(model, launch.target, AUTOCAST_DTYPES[case.precision]).estimate(workload, plans)
     static = static_memory_of(task.optim, model, layout, device_type=device)
     rng = random.Random(case.draw)

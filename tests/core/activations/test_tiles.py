@@ -256,7 +256,7 @@ def work_on(model, num_tokens):
 
 def strategies(strategy, num_tokens, model_type="llama", device_type="cpu"):
     workload = work_on(causal_model(model_type), num_tokens)
-    return [plan.strategy for plan in plans_to_measure(strategy, workload, device_type=device_type, compiles=False)]
+    return [plan.strategy for plan in plans_to_measure(strategy, workload, device_type=device_type)]
 
 
 def test_a_budget_has_tiles_where_a_batch_has_more_tokens_than_one():
@@ -272,7 +272,7 @@ def test_a_budget_has_tiles_where_a_batch_has_more_tokens_than_one():
 def measured():
     model = causal_model("llama", max_position_embeddings=2048)
     workload = work_on(model, 2048)
-    return workload, measure(workload, plans_to_measure("budget", workload, device_type="cpu", compiles=False))
+    return workload, measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
 
 
 def test_the_plan_of_least_memory_has_tiles_and_fits_where_it_was_predicted(measured):

@@ -552,7 +552,7 @@ def test_a_budget_takes_blocks_in_micro_batches_with_their_inputs_on_the_host():
 
     model = fake_model(build)
     workload = workload_of(model, loss_of, fake_batch(model, {"x": torch.empty(64, 8, 32, 32)}))
-    plans = plans_to_measure("budget", workload, device_type="cuda", compiles=False, micro_batch_size=16)
+    plans = plans_to_measure("budget", workload, device_type="cuda", micro_batch_size=16)
     measured = estimate_on_target(workload, plans, A100)
     least = least_memory(measured, StaticMemory())
     assert least.plan.blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD)
