@@ -17,7 +17,7 @@ from memsave_recipes.tools.inference import PredictArguments, load_on, predict, 
 
 RECIPE = "image_text"
 SHORT = [
-    *("--block_size", "200", "--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "6"),
+    *("--block_size", "240", "--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "6"),
     *("--logging_steps", "1", "--eval_steps", "3", "--images_per_row", "2", "--learning_rate", "1e-3"),
 ]
 IN_FLOAT64 = ["--dtype", "float64", "--optimizer", "sgd", "--lr_scheduler_type", "constant"]

@@ -8,6 +8,7 @@ from samples import sample
 
 from memsave_recipes.core.text import GIB
 
+RECIPE = "language_modeling"
 MASTERS = ["--dtype", "bfloat16_master"]
 WIDE = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128,vocab_size=512"]
 MODELS = {
@@ -75,6 +76,7 @@ def test_a_resumed_run_has_the_same_bits(train, kill_after, tmp_path, model, fla
 def test_two_ranks_train_as_one(train, train_on_ranks, tmp_path, model, flags):
     """Both save bfloat16 weights, and each resumes from the other's masters."""
     common = [*TEXT, *MASTERS, "--micro_batch_size", "2", "--learning_rate", "0.001", "--max_steps", "4"]
+    common += ["--lr_scheduler_type", "constant", "--save_every", "2"]
     train(*common, output="one")
     train_on_ranks(2, *common, *flags, recipe="language_modeling")
     one, two = (load_file(tmp_path / name / "final/model.safetensors") for name in ("one", "run"))
@@ -89,7 +91,10 @@ def test_two_ranks_train_as_one(train, train_on_ranks, tmp_path, model, flags):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--bitwise_topology"], "--dtype bfloat16_master has not been tried with --bitwise_topology"),
+        (
+            ["--bitwise_topology", "--micro_batch_size", "2"],
+            "--dtype bfloat16_master has not been tried with --bitwise_topology",
+        ),
         (["--optimizer", "adamw_bf16"], "these are bfloat16_master"),
         (["--offload_optimizer", "step", "--ema_decay", "0.9"], "--ema_decay averages in the dtype of the weights"),
         (["--shard", "full"], "--dtype bfloat16_master has not been tried with it"),

@@ -31,7 +31,6 @@ from memsave_recipes.core.activations.spans import RUN
 from memsave_recipes.core.activations.streaming import WeightStream, stream_of, stream_weights
 from memsave_recipes.core.activations.tiled_attention import without_flash
 from memsave_recipes.core.costs.block_costs import Measurement, Workload, kinds_of, measure
-from memsave_recipes.core.costs.compiled_layers import CompilerOfTarget
 from memsave_recipes.core.costs.fake_step import (
     FakeInstruments,
     KernelRun,
@@ -122,6 +121,8 @@ class Estimator:
         workspace_of = Workspaces().of if target.device_type == "cpu" else cuda_workspace
         self._instruments = FakeInstruments(target.device, seconds_of=target.seconds, workspace_of=workspace_of)
         self._kinds = cache(partial(kinds_of, model))
+        from memsave_recipes.core.costs.compiled_layers import CompilerOfTarget  # loads torch's compiler
+
         self._compiler = CompilerOfTarget(target, partial(cuda_kernels, target))
 
     def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:
