@@ -18,6 +18,8 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch._inductor.graph import GraphLowering
+from torch._library.custom_ops import CustomOpDef
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -48,12 +50,21 @@ IMPORTED = frozenset(
         "torch._dynamo.exc.FailOnRecompileLimitHit",
         "torch._dynamo.exc.TorchDynamoException",
         "torch._foreach_add_",
+        "torch._foreach_copy_",
         "torch._functorch.config",
         "torch._fused_sdp_choice",
+        "torch._inductor.compile_fx",
+        "torch._inductor.config",
         "torch._inductor.cpp_builder.get_cpp_compiler",
         "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.custom_graph_pass.get_hash_for_files",
         "torch._inductor.exc.InvalidCxxCompiler",
+        "torch._inductor.graph.GraphLowering",
+        "torch._inductor.ir",
+        "torch._inductor.runtime.hints.DeviceProperties",
+        "torch._inductor.virtualized.V",
+        "torch._library.custom_ops._maybe_get_opdef",
+        "torch._ops.OpOverload",
         "torch._subclasses.FakeTensor",
         "torch._subclasses.FakeTensorMode",
         "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -75,6 +86,7 @@ IMPORTED = frozenset(
         "torch.ops.aten._fused_rms_norm",
         "torch.ops.aten._fused_rms_norm_backward",
         "torch.ops.aten._grouped_mm",
+        "torch.ops.aten._index_put_impl_",
         "torch.ops.aten._local_scalar_dense",
         "torch.ops.aten._scaled_dot_product_attention_math",
         "torch.ops.aten._scaled_dot_product_efficient_attention",
@@ -86,6 +98,8 @@ IMPORTED = frozenset(
         "torch.ops.aten._unsafe_view",
         "torch.ops.mkldnn._is_mkldnn_bf16_supported",
         "torch.optim._muon._adjust_lr",
+        "torch.overrides._get_current_function_mode_stack",
+        "torch.overrides._pop_mode_temporarily",
         "torch.optim._muon._zeropower_via_newtonschulz",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
@@ -134,6 +148,7 @@ OF_OBJECTS = {
     "._get_sequence_number_for_group": lambda: torch.distributed.ProcessGroup,
     "._hf_hook": hooked,
     "._indices": sparse,
+    "._init_fn": lambda: SimpleNamespace(**dict.fromkeys(CustomOpDef.__init__.__code__.co_names)),
     "._keys_to_ignore_on_save": lambda: PreTrainedModel,
     "._modules": nn.Module,
     "._option_string_actions": argparse.ArgumentParser,
@@ -141,9 +156,11 @@ OF_OBJECTS = {
     "._parameters": nn.Module,
     "._post_accumulate_grad_hooks": lambda: torch.ones(1, requires_grad=True),
     "._schema": lambda: torch.ops.aten.mm.default,
+    "._set_mixed_precision_param_dtype": lambda: torch.distributed.Reducer,
     "._spec": lambda: torch.distributed.tensor.DTensor,
     "._step_supports_amp_scaling": fused,
     "._strategy": fabric,
+    "._update_scheduler": lambda: GraphLowering,
     "._values": sparse,
     "._version": lambda: torch.ones(1),
     "._weight_conversions": lambda: SimpleNamespace(

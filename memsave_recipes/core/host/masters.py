@@ -91,10 +91,10 @@ class Masters:
 
     def _take_gradient(self, weight: nn.Parameter) -> None:
         if weight.grad is not None:
-            self._renew(weight)
+            self.renew(weight)
         self.of[weight].grad = weight.grad
 
-    def _renew(self, weight: nn.Parameter, *, is_known: bool = True) -> None:
+    def renew(self, weight: nn.Parameter, *, is_known: bool = True) -> None:
         """Give the master the bits of its weight, if that may have others than its own, rounded."""
         master, identity = local(self.of[weight]), identity_of(weight)
         if self.of[weight] is weight or (is_known and self._known.get(weight) == identity):

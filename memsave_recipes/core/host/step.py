@@ -218,7 +218,7 @@ class HostMasters(Masters):
         copied.synchronize()
         now, known = digests(), self._digests | self._sent_digests()
         for weight in weights:
-            self._renew(weight, is_known=known.get(weight) == now.get(weight))
+            self.renew(weight, is_known=known.get(weight) == now.get(weight))
         self._digests, self._sent_digests = known | now, dict
 
     def _settle(self) -> None:
@@ -241,8 +241,8 @@ class HostMasters(Masters):
 
         return read
 
-    def _renew(self, weight: nn.Parameter, *, is_known: bool = True) -> None:
-        super()._renew(weight, is_known=is_known)
+    def renew(self, weight: nn.Parameter, *, is_known: bool = True) -> None:
+        super().renew(weight, is_known=is_known)
         self._made.add(self.of[weight])
 
     @torch.no_grad()
