@@ -242,6 +242,7 @@ class HostMasters(Masters):
         return read
 
     def renew(self, weight: nn.Parameter, *, is_known: bool = True) -> None:
+        """Do as ``Masters``, and note that the master has been made."""
         super().renew(weight, is_known=is_known)
         self._made.add(self.of[weight])
 
