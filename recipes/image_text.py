@@ -1,6 +1,6 @@
 """Train a model of images and text, from scratch or from pretrained weights, in the memory that is there.
 
-On the CPU of any machine, without a network (which digit is where in a grid? A small LLaVA learns it in minutes):
+On the CPU of any machine, without a network (a toy: which digit is where in a grid?):
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_text.py \
         --config recipes/configs/digit_grids.yaml --output_dir out/grids
@@ -24,7 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.data.image_text import ImageTextArguments, check_model, load_image_text, open_or_make_processor
+from memsave_recipes.data.image_rows import ImageTextArguments
+from memsave_recipes.data.image_text import check_model, load_image_text
+from memsave_recipes.data.processors import open_or_make_processor
 from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.models.image_text import (
     ImageTextModelArguments,

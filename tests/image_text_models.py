@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from zoo.batches import tokens, values
 from zoo.tiny import IMAGE_SIZE, VOCABULARY, tiny_config
 
-from memsave_recipes.data.image_text import CHATML_END, TEMPLATE
+from memsave_recipes.data.processors import TEMPLATE
+from memsave_recipes.data.text.chat_template import CHATML_END
 from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 IMAGE = VOCABULARY - 1

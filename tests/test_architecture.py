@@ -57,7 +57,7 @@ ONLY_IN = {
 }
 """Packages that only these files may import."""
 MAX_MODULES = 17  # of a package, beside its __init__.py
-MAX_FILES = 173
+MAX_FILES = 175
 
 FILES = sorted([*(ROOT / "memsave_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
 FILES = [path for path in FILES if path != ROOT / "memsave_recipes" / "__init__.py"]

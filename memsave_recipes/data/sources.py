@@ -193,9 +193,8 @@ def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
 def _rows_of_parquet(path: str, source: str, column: str | None) -> Iterator[Row]:
     """Read the rows; columns beside ``column`` are only said to be there: ``True``."""
     with loading_by_name(path, source, "check the file"):
-        rows = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True).decode(
-            False
-        )
+        found = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
+        rows = found.decode(False)
         others = dict.fromkeys(rows.features if column in rows.features else (), True)
         for number, row in enumerate(rows.select_columns(column) if others else rows, start=1):
             yield number, {**others, **row}

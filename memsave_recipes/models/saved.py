@@ -43,7 +43,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.sharding.tensors import saved_dtype
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import CONFIG, ConvnetConfig
 from memsave_recipes.models.hub import ask_hub_for, loading_by_name, open_tokenizer
@@ -258,7 +257,7 @@ def layout_of(model: nn.Module, max_file_bytes: int) -> Layout | None:
         return None
     left_out = model._keys_to_ignore_on_save or ()
     shapes = {
-        name: torch.empty(tensor.shape, dtype=saved_dtype(model, tensor), device="meta")
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
         if name not in left_out
     }

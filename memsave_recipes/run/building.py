@@ -22,7 +22,6 @@ from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.sharding.shards import reduce_once_a_step
 from memsave_recipes.core.sharding.units import joint_blocks
 from memsave_recipes.core.step.batch_layout import Batch
-from memsave_recipes.core.step.memory import has_masters_beside_weights
 from memsave_recipes.core.step.settings import AUTO, REGIONS
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
 from memsave_recipes.run.folder import print_lines
@@ -138,8 +137,7 @@ class Built:
                 "every bit, such as full or budget:bitwise"
             )
         unread = slices_of(self.bare).unread
-        of_masters = has_masters_beside_weights(args, on_cpu=accelerator.device.type == "cpu")
-        shard(self.trained, self.bare, plan, groups, accelerator.device, args.shard, unread, of_masters=of_masters)
+        shard(self.trained, self.bare, plan, groups, accelerator.device, args.shard, unread)
         let_go_of_stand_ins(self.bare)
         self._joint_blocks = joint_blocks(plan)
         accelerator.print(groups.describe())

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from memsave_recipes.core.errors import InputError, packages_of, require
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.text import first_line, printable, read_json
-from memsave_recipes.data.image_text import encoded, render_question
+from memsave_recipes.data.processors import encoded, render_question
 from memsave_recipes.data.sources import of_left_out
 from memsave_recipes.data.text.chat_template import render_prompt
 from memsave_recipes.data.text.conversations import Conversation, is_conversation, read_conversation

@@ -461,12 +461,6 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         """Whether ``--dtype`` asks for float32 masters."""
         return self.dtype == BFLOAT16_MASTER
 
-    @property
-    def reductions(self) -> tuple[bool, ...]:
-        """As of all settings; with masters gradients are reduced, in float32, in every micro-batch."""
-        both: tuple[bool, ...] = super().reductions
-        return (False,) if self.has_masters else both
-
     def _check_parts_of_shards(self) -> None:
         """``--shard`` goes without what a recipe or an optimizer does to whole weights."""
         flags = vars(self)

@@ -127,9 +127,9 @@ def make_optimizer(
 def _masters(
     optim: OptimizerArguments, model: nn.Module, trained: list[nn.Parameter], *, on_host: bool
 ) -> Masters | None:
-    """Those that the flags ask for; of weights in shards the shards are masters."""
+    """Return those that the flags ask for."""
     if not on_host:
-        return Masters(trained) if optim.has_masters and not is_sharded(model) else None
+        return Masters(trained) if optim.has_masters else None
     dtype = None if optim.rounds_at_random else torch.float32
     return masters_on_host(trained, _device_of(model), dtype, streamed_parameters(model))
 

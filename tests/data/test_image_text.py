@@ -12,7 +12,8 @@ from image_text_models import picture, png
 from lives import write_rows
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.data.image_text import MARK, ImageTextArguments, load_image_text, take_images
+from memsave_recipes.data.image_rows import MARK, ImageTextArguments, take_images
+from memsave_recipes.data.image_text import load_image_text
 
 QUESTION = {"type": "text", "text": "What is in the picture ?"}
 

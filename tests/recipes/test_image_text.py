@@ -12,7 +12,8 @@ from lives import assert_the_same_run, curve, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from memsave_recipes.data.image_text import ImageTextArguments, load_image_text
+from memsave_recipes.data.image_rows import ImageTextArguments
+from memsave_recipes.data.image_text import load_image_text
 from memsave_recipes.tools.inference import PredictArguments, load_on, predict, read_inputs
 
 RECIPE = "image_text"
@@ -21,7 +22,8 @@ SHORT = [
     *("--logging_steps", "1", "--eval_steps", "3", "--images_per_row", "2", "--learning_rate", "1e-3"),
 ]
 IN_FLOAT64 = ["--dtype", "float64", "--optimizer", "sgd", "--lr_scheduler_type", "constant"]
-TOLERANCE = 1e-12
+TOLERANCES = {"gemma3": 1e-6}
+"""Beside 1e-12: its norms are in float32, whatever the dtype."""
 
 
 def rows_with_images(folder):
@@ -75,11 +77,12 @@ def test_any_layout_trains_the_same(train, train_on_ranks, model, data, tmp_path
     flags = flags_of(model, data, *IN_FLOAT64, "--freeze", "none")
     train(*flags, "--micro_batch_size", "6", output="one")
     train_on_ranks(2, *flags, "--micro_batch_size", "1", output="two")
-    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=TOLERANCE)
+    near = TOLERANCES.get(json.loads((Path(model) / "config.json").read_text())["model_type"], 1e-12)
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=near)
     one, two = (load_file(tmp_path / run / "final/model.safetensors") for run in ("one", "two"))
     start = load_file(Path(model) / "model.safetensors")
     for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+        torch.testing.assert_close(two[name], weight, rtol=near, atol=near, msg=name)
     assert any("vision" in name and not torch.equal(weight, start[name]) for name, weight in one.items())
 
 

@@ -8,6 +8,7 @@ and the meter of the step see outputs, saved tensors and transients as those of 
 Notes: ``docs/design/costs.md``.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -280,6 +281,8 @@ class CompilerOfTarget:
                 return compile_graphs(*args, **kwargs)
 
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "dynamo_pgo force disabled")  # as caches are, on purpose
             stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False, recompile_limit=MAX_GRAPHS))
             stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
             stack.enter_context(config.patch({"force_disable_caches": True, **({} if on_cpu else AS_ON_CARDS)}))

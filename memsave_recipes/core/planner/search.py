@@ -32,7 +32,6 @@ from memsave_recipes.core.plans.shards import Shards
 from memsave_recipes.core.sharding.groups import ShardGroups
 from memsave_recipes.core.sharding.units import sharded_units
 from memsave_recipes.core.step.batch_layout import BatchLayout
-from memsave_recipes.core.step.memory import as_stepped
 from memsave_recipes.core.step.settings import AUTO, OptimizerSettings, StepSettings
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
@@ -395,11 +394,7 @@ def search_space(
         @cache
         def of_plan(plan: Plan) -> Shards:
             return shards_of(
-                sharded_units(
-                    *(model, plan, groups.size, str(run.shard)),
-                    on_cpu=on_cpu,
-                    reduced_as=partial(as_stepped, optim, on_cpu=on_cpu),
-                ),
+                sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu),
                 optim,
                 layout,
                 num_ranks=groups.size,

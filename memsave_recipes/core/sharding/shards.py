@@ -6,19 +6,17 @@ Notes: ``docs/design/sharding.md``.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import ShardGroups
-from memsave_recipes.core.sharding.tensors import GATHERED_IN, first_row, local
+from memsave_recipes.core.sharding.tensors import first_row, local
 from memsave_recipes.core.sharding.units import check_parameters, units_of
 
 REDUCES_ONCE = "reduces_once_a_step"
@@ -34,8 +32,6 @@ def shard(
     device: torch.device,
     flag: str = "full",
     unread: Mapping[nn.Parameter, Rows] | None = None,
-    *,
-    of_masters: bool = False,
 ) -> None:
     """Replace the parameters of ``trained`` by shards (``DTensor``) that are gathered unit by unit as it runs.
 
@@ -48,10 +44,9 @@ def shard(
         plan: that will be applied; it joins blocks into units.
         flag: the value of ``--shard``, for errors.
         unread: the parameters, on ``device``, that stand for others: NOTE [ weights that are not there yet ].
-        of_masters: let the shards of parameters in bfloat16 that train be float32: NOTE [ shards of masters ].
 
     Raises:
-        InputError: as ``units_of``, or a parameter cannot be cut up, or is not in bfloat16 where masters are made.
+        InputError: as ``units_of``, or a parameter cannot be cut up.
     """
     units = units_of(model, plan, flag)
     unread = unread or {}
@@ -60,34 +55,18 @@ def shard(
     trained.to(device)
     absent = _on_meta(trained, unread)
     _send_from_rank_0([parameter.detach() for parameter in trained.parameters() if not parameter.is_meta])
-    policy = _make_masters(trained, flag) if of_masters else MixedPrecisionPolicy()
-    vars(trained)[GATHERED_IN] = policy.param_dtype
-    fully = partial(fully_shard, mesh=groups.mesh(device), mp_policy=policy)
+    mesh = groups.mesh(device)
     for unit in units:
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        fully(modules, reshard_after_forward=not unit.stays)
+        fully_shard(modules, mesh=mesh, reshard_after_forward=not unit.stays)
         _read(unit.modules, absent, device)
-    fully(trained)
+    fully_shard(trained, mesh=mesh)
     _read((trained,), absent, device)
     in_a_step = _InAStep(trained, list(trained.buffers()))
     trained.register_forward_pre_hook(in_a_step.before_forward)
     trained.register_forward_hook(_free_without_gradients)
     vars(trained)["no_sync"] = in_a_step.no_sync
     reduce_once_a_step(trained, False)
-
-
-@torch.no_grad()
-def _make_masters(trained: nn.Module, flag: str) -> MixedPrecisionPolicy:
-    for name, parameter in trained.named_parameters():
-        if parameter.dtype != torch.bfloat16:
-            raise InputError(
-                f"shard {flag}: {name} is {parameter.dtype} and not bfloat16, which masters in shards are gathered in: "
-                "take float32 and mixed precision"
-            )
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    bfloat16, float32 = torch.bfloat16, torch.float32
-    return MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32, cast_forward_inputs=False)
 
 
 def reduce_once_a_step(trained: nn.Module, wanted: bool) -> None:

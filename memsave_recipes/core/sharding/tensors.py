@@ -11,9 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-GATHERED_IN = "gathered_in"
-"""The attribute of a model in shards with the dtype of its weights, where their shards have another one."""
-
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any of its parameters is in shards."""
@@ -152,18 +149,11 @@ def empty_like_shards(size: torch.Size, dtype: torch.dtype, other: Tensor | None
     return torch.empty_like(other, dtype=dtype, device="cpu", requires_grad=False)
 
 
-def saved_dtype(model: nn.Module, tensor: Tensor) -> torch.dtype:
-    """The dtype that a tensor of the ``state_dict`` of ``model`` is saved in: of masters in shards, that of weights."""
-    dtype: torch.dtype | None = vars(model).get(GATHERED_IN)
-    return tensor.dtype if dtype is None or not isinstance(tensor, DTensor) else dtype
-
-
 @torch.no_grad()
 def gathered(model: nn.Module, names: Collection[str], *, wanted: bool) -> dict[str, Tensor]:
     """Tensors of the ``state_dict`` of a model in shards, whole and on the host of the ranks where they are ``wanted``.
 
     For all ranks, which gather one tensor at a time; the others keep none. Names of one tensor share its memory.
-    Masters have the dtype of their weights.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     on_host: dict[int, Tensor] = {}
@@ -174,7 +164,6 @@ def gathered(model: nn.Module, names: Collection[str], *, wanted: bool) -> dict[
         key = id(named.get(name, tensor))
         if key not in on_host:
             full = whole(tensor)
-            full = full.to(saved_dtype(model, tensor))
             on_host[key] = full.to("cpu", copy=True) if wanted else torch.empty(0)  # without the rows that pad shards
         result[name] = on_host[key]
     return result if wanted else {}

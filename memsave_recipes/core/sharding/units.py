@@ -3,7 +3,7 @@
 Notes: ``docs/design/sharding.md``.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -67,7 +67,6 @@ def sharded_units(
     *,
     on_cpu: bool,
     ends: tuple[str, str] | None = None,
-    reduced_as: Callable[[Iterable[Tensor]], list[Tensor]] = list,
 ) -> tuple[ShardedUnit, ...]:
     """The bytes of ``units_of`` and of the root, in the order in which ``model`` registers them, the root first.
 
@@ -75,7 +74,6 @@ def sharded_units(
         num_ranks: that hold the weights together.
         flag: the value of ``--shard``, for errors.
         on_cpu: where gradients that the ranks do not divide are copied before they are reduced.
-        reduced_as: tensors like the gradients of weights as they are reduced.
         ends: of a chain in which ``modules_outside_blocks`` are no parts, its first and last part, to which embeddings
             and all else then belong.
 
@@ -90,27 +88,20 @@ def sharded_units(
         names = {module: ends[0] if isinstance(module, nn.Embedding) else ends[1] for module in names}
     own = {weight for unit in units for weight in _weights(unit.modules)}
     root = [weight for weight in model.parameters() if weight not in own]
-    found = [_in_bytes(root, num_ranks, on_cpu=on_cpu, reduced_as=reduced_as)] if root else []
+    found = [_in_bytes(root, num_ranks, on_cpu=on_cpu)] if root else []
     for unit in units:
         parts = {blocks.get(module, names[module]) for module in unit.modules}
-        weights, ways = _weights(unit.modules), {"stays": unit.stays, "on_cpu": on_cpu}
-        in_bytes = _in_bytes(weights, num_ranks, parts, **ways, reduced_as=reduced_as)
+        in_bytes = _in_bytes(_weights(unit.modules), num_ranks, parts, stays=unit.stays, on_cpu=on_cpu)
         has_embedding = any(isinstance(module, nn.Embedding) for module in unit.modules)
         found.append(replace(in_bytes, takes_gradient=not has_embedding))
     return tuple(found)
 
 
 def _in_bytes(
-    weights: Iterable[nn.Parameter],
-    num_ranks: int,
-    parts: Iterable[str] = (),
-    *,
-    stays: bool = False,
-    on_cpu: bool,
-    reduced_as: Callable[[Iterable[Tensor]], list[Tensor]],
+    weights: Iterable[nn.Parameter], num_ranks: int, parts: Iterable[str] = (), *, stays: bool = False, on_cpu: bool
 ) -> ShardedUnit:
     weights = list(weights)
-    trained = reduced_as(weight for weight in weights if weight.requires_grad)
+    trained = [weight for weight in weights if weight.requires_grad]
     uneven = [weight for weight in trained if weight.shape[0] % num_ranks]
     sizes = [num_ranks * shard.nbytes for shard in largest_shards(weights, num_ranks)]
     return ShardedUnit(

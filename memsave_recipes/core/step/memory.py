@@ -192,9 +192,9 @@ def optimizer_memory(
     else:  # the state of the next piece is copied ahead
         needs = [need + following for need, following in zip(needs, [*visits[1:], 0], strict=True)]
         awaited = sum(map(max, pairwise([0, *visits, 0])))
-    if masters and num_ranks is None:
+    if masters:
         needs.append(max(one.numel() for one in masters) * RENEWED_BYTES)
-    kept = [] if num_ranks is not None else [NUMBER_BYTES * one.numel() for one in masters]
+    kept = [NUMBER_BYTES * one.numel() for one in masters]
     counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
     return OptimizerMemory(
         state_bytes=counters + sum(piece.stays_bytes for piece in pieces) + allocated_bytes(kept, on_cpu=on_cpu),
@@ -205,14 +205,10 @@ def optimizer_memory(
     )
 
 
-def has_masters_beside_weights(optim: OptimizerSettings, *, on_cpu: bool) -> bool:
-    """Whether float32 masters are on the device; of weights in shards the shards are masters."""
-    return optim.has_masters and (on_cpu or optim.offload_optimizer != "step")
-
-
 def has_master(optim: OptimizerSettings, weight: Tensor, *, on_cpu: bool) -> bool:
-    """Whether a weight that trains has one of these."""
-    return has_masters_beside_weights(optim, on_cpu=on_cpu) and weight.element_size() < NUMBER_BYTES
+    """Whether a weight that trains has a float32 master on the device."""
+    stepped_there = optim.has_masters and (on_cpu or optim.offload_optimizer != "step")
+    return stepped_there and weight.element_size() < NUMBER_BYTES
 
 
 def as_stepped(optim: OptimizerSettings, weights: Iterable[Tensor], *, on_cpu: bool) -> list[Tensor]:

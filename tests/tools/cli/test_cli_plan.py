@@ -15,6 +15,7 @@ from transformers.utils.logging import enable_progress_bar
 
 from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.planner.budget import usable_bytes
+from memsave_recipes.core.plans import read_plan
 from memsave_recipes.tools.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -109,6 +110,17 @@ def test_auto_is_the_dtype_of_16_bits_that_the_target_computes_in(
     assert (found["mixed_precision"], value(flags_of(found["launch"]), "--dtype")) == (precision, dtype)
     assert "--compile" not in flags_of(found["launch"])  # the preset has it
     assert ("--mixed_precision fp16" in found["launch"]) == (precision == "fp16")
+
+
+@pytest.mark.compiles_ahead
+@pytest.mark.parametrize(("flags", "compiles"), [([], True), (["--compile", "none"], False)])
+def test_layers_compile_where_the_run_compiles_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], compiles: bool
+) -> None:
+    small = [*LANGUAGE, "--micro_batch_size", "2", "--activation_checkpointing", "full", *flags]
+    assert main(["plan", *small, "--target", "a100", "--plan", str(tmp_path / "plan.json")]) == 0
+    assert read_plan(tmp_path / "plan.json").compiled is compiles
+    assert ("layers that repeat compute compiled" in capsys.readouterr().out) is compiles
 
 
 def test_a_budget_of_a_preset_cannot_be_taken_back_so_its_plan_stays_open(tmp_path: Path) -> None:
