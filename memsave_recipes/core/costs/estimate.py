@@ -79,17 +79,18 @@ def fake_model(build: Callable[[], M]) -> M:
     return model
 
 
-def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def fake_batch(model: nn.Module, batch: Mapping[str, Any], *, keep_integers: bool = False) -> dict[str, Any]:
     """Make fake tensors like those of ``batch``, for a model that ``fake_model`` made; anything else stays as it is.
 
-    Integers, bools too, that have values keep them in copies, as grids and masks of images say what runs.
+    Args:
+        keep_integers: keep the values of integers and bools, as grids and masks of images say what runs.
     """
     mode = _fake_mode_of(model)
 
     def made(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
-        return part.clone() if has_values(part) else _as_fake(part, mode)
+        return part.clone() if keep_integers and has_values(part) else _as_fake(part, mode)
 
     return {name: made(part) for name, part in batch.items()}
 

@@ -41,7 +41,7 @@ def check(case, batch, frozen):
     model, fake = case.build(), fake_model(case.build)
     for one in (model, fake) if frozen else ():
         freeze_tower(one)
-    measured, estimated = step_of(model, batch), step_of(fake, fake_batch(fake, batch))
+    measured, estimated = step_of(model, batch), step_of(fake, fake_batch(fake, batch, keep_integers=True))
     plans = [plan_for(strategy, estimated.stacks) for strategy in ("none", "selective")]
     found = estimate_on_target(estimated, plans, find_target("cpu"))
     chain, stacks = found.chain(), as_they_run(measured.stacks, found.running)
@@ -103,7 +103,8 @@ BATCH = {
 
 def estimated(batch, **options):
     model = fake_model(partial(Pads, **options))
-    workload = workload_of(model, lambda model, batch: model(**batch), fake_batch(model, batch), stacks=[["linear"]])
+    batch = fake_batch(model, batch, keep_integers=True)
+    workload = workload_of(model, lambda model, batch: model(**batch), batch, stacks=[["linear"]])
     return estimate_on_target(workload, [plan_for("none", workload.stacks)], find_target("cpu"))
 
 
