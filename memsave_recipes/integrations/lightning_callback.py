@@ -25,7 +25,7 @@ class MemsaveLightningCallback(PlanningCallback, Callback):
 
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
-        strategy, blocks: as of ``make_plan``.
+        strategy, blocks, compiled: as of ``make_plan``.
 
     Raises:
         InputError: settings that contradict each other; when the fit begins: a trainer or module that does not work

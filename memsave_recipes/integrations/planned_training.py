@@ -13,6 +13,7 @@ recorded too.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import current_thread
 from typing import Any
 from weakref import WeakSet
@@ -136,7 +137,7 @@ def check_model(model: nn.Module) -> None:
     if sharded := kinds.intersection(SHARDED):
         raise InputError(f"model: {sharded.pop()} shards it, which no plan is made for: train with DDP or one process")
     if "OptimizedModule" in kinds:
-        raise InputError("model: torch.compile has wrapped it: pass the model itself, or use strategy compiled")
+        raise InputError("model: torch.compile has wrapped it: pass the model itself, with compiled=True")
     refuse_compiled(model)
     if "DataParallel" in kinds:
         raise InputError("model: DataParallel runs copies of it: launch one process for each GPU, with DDP")
@@ -175,6 +176,7 @@ class PlanSettings:
     budget_gib: float | None = None
     strategy: str = "budget:bitwise"
     blocks: Sequence[str] | type[nn.Module] | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check_budget(self.budget_gib)
@@ -335,7 +337,8 @@ class PlannedTraining:
         In shards there is none, as a forward without its backward would leave weights gathered.
         """
         if self._in_shards:
-            return make_plan(self.model, strategy=self.settings.strategy, blocks=self.settings.blocks)
+            of_shards = partial(make_plan, compiled=self.settings.compiled)
+            return of_shards(self.model, strategy=self.settings.strategy, blocks=self.settings.blocks)
         try:
             return self._made(micro_batch, self.settings.strategy)
         except (InputError, torch.OutOfMemoryError):
@@ -355,6 +358,7 @@ class PlannedTraining:
                 static=self._static(),
                 named=bool(self.settings.blocks),
                 predict=predict,
+                compiled=self.settings.compiled,
                 progress=bar,
                 ranks=self.ranks,
             )
@@ -400,8 +404,9 @@ class PlanningCallback:
         *,
         strategy: str = "budget:bitwise",
         blocks: Sequence[str] | type[nn.Module] | None = None,
+        compiled: bool = False,
     ) -> None:
-        self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks)
+        self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks, compiled=compiled)
         self.training: PlannedTraining | None = None
 
     @property
@@ -429,6 +434,7 @@ def prepare(
     loss_fn: Callable[[Any], Tensor] | None = None,
     accumulation_steps: int = 1,
     blocks: Sequence[str] | type[nn.Module] | None = None,
+    compiled: bool = False,
 ) -> PlannedTraining:
     """Plan a training on ``batch`` and put the plan into effect, until ``remove()`` or the end of a ``with`` block.
 
@@ -440,7 +446,7 @@ def prepare(
         batch: one micro-batch on that device, as for ``make_plan``; the longest that there will be.
         optimizer: of the training, or a wrapper of it: its state counts.
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
-        strategy, loss_fn, blocks: as of ``make_plan``.
+        strategy, loss_fn, blocks, compiled: as of ``make_plan``.
         accumulation_steps: micro-batches of an optimizer step.
 
     Returns:
@@ -457,7 +463,7 @@ def prepare(
             return (loss_fn or loss_of)(call(unwrapped, batch))
 
     training = PlannedTraining(
-        settings=PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks),
+        settings=PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks, compiled=compiled),
         model=unwrapped,
         optimizer=optimizer,
         gradients_resident=accumulation_steps > 1,

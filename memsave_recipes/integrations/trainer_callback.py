@@ -37,7 +37,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
 
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
-        strategy, blocks: as of ``make_plan``.
+        strategy, blocks, compiled: as of ``make_plan``.
         offload_optimizer: ``none``; ``state``: the optimizer state waits on the host, also after the training; or
             ``step``: gradients move to the host, which clips them and updates copies of the weights.
 
@@ -52,9 +52,10 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         *,
         strategy: str = "budget:bitwise",
         blocks: Sequence[str] | type[nn.Module] | None = None,
+        compiled: bool = False,
         offload_optimizer: str = "none",
     ) -> None:
-        super().__init__(budget_gib, strategy=strategy, blocks=blocks)
+        super().__init__(budget_gib, strategy=strategy, blocks=blocks, compiled=compiled)
         if offload_optimizer not in OFFLOADS:
             raise InputError(f"offload_optimizer {offload_optimizer!r}: it must be {' or '.join(OFFLOADS)}")
         self.offload_optimizer = offload_optimizer
@@ -209,7 +210,7 @@ def _check_arguments(args: TrainingArguments) -> None:
     if getattr(args, "activation_offloading", False):
         raise InputError("activation_offloading=True: pass activation_offloading=False, or leave MemsaveCallback out")
     if args.torch_compile:
-        raise InputError("torch_compile=True: pass torch_compile=False, and strategy='budget' to compile layers")
+        raise InputError("torch_compile=True: pass torch_compile=False, and compiled=True to MemsaveCallback")
     if args.n_gpu > 1:
         raise InputError(f"{args.n_gpu} GPUs in one process (DataParallel): launch a process for each, with torchrun")
 

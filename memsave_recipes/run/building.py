@@ -30,6 +30,7 @@ from memsave_recipes.run.run_plan import RunPlan, choose_by_estimates, host_budg
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.tools.fit.advice import reduction_line
+from memsave_recipes.training.arguments import STEPS_THAT_PAY
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.start import (
@@ -114,16 +115,21 @@ class Built:
         return found
 
     def _with_compile(self, task: Task) -> Task:
-        """Settle ``--compile auto``: a GPU, its compiler and layers that repeat; return the task with these flags."""
+        """Settle ``--compile auto``; return the task with these flags.
+
+        It takes a GPU, its compiler, layers that repeat, and a run of ``STEPS_THAT_PAY``.
+        """
         run = self.run
         if run.args.compile != AUTO:
             return task
         accelerator, on_cuda = run.accelerator, run.accelerator.device.type == "cuda"
-        compiles = on_main_process(accelerator, lambda: on_cuda and can_compile(self.bare))
+        pays = self.batches.num_steps >= STEPS_THAT_PAY
+        compiles = on_main_process(accelerator, lambda: on_cuda and pays and can_compile(self.bare))
         run.args = replace(run.args, compile=REGIONS if compiles else NONE)
         run.flags["compile"] = run.args.compile
         if on_cuda:
-            accelerator.print(f"--compile auto: {COMPILED if compiles else NONE}")
+            short = "" if pays else f"; {self.batches.num_steps} steps do not pay for compiling"
+            accelerator.print(f"--compile auto: {COMPILED if compiles else NONE + short}")
         return replace(task, run=run.args)
 
     def _shard(self, groups: ShardGroups) -> None:

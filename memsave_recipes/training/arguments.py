@@ -50,6 +50,8 @@ COMPILE_WORDS = dict.fromkeys(("true", "yes", "on"), REGIONS) | dict.fromkeys(("
 """Other values of ``--compile``, as YAML users write them."""
 BEST_WORDS = dict.fromkeys(("true", "yes", "on"), "loss") | dict.fromkeys(("false", "no", "off"))
 """Other values of ``--save_best``, as YAML users write them."""
+STEPS_THAT_PAY = 100
+"""Of a run, from which ``--compile auto`` compiles: to compile a kind of layer takes tens of seconds."""
 EAGER_STRATEGIES = ("bottleneck", *TILED_STRATEGIES)
 """Those for layers that do not compile."""
 POLYNOMIAL_END = 1e-7  # of transformers
@@ -222,6 +224,11 @@ class RunArguments(TrackerArguments, ExactSettings):
         self._check_budget()
         self.check_flags()
         self._check_shards()
+
+    @property
+    def pays_to_compile(self) -> bool:
+        """Whether ``--max_steps`` leaves enough; ``--num_epochs`` says nothing without the data."""
+        return self.max_steps is None or self.max_steps >= STEPS_THAT_PAY
 
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size

@@ -76,6 +76,16 @@ def test_accelerate(precision, capsys):
             assert max(peaks) <= BUDGET_GIB * GIB
 
 
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+def test_plans_around_compiled_layers_end_in_the_same_weights():
+    compiled, _, _ = trained({"strategy": "none", "compiled": True})
+    for settings in ({"strategy": "full"}, {"budget_gib": BUDGET_GIB}):
+        weights, peaks, handle = trained({**settings, "compiled": True})
+        assert not differing(compiled, weights)
+        assert handle.plan.compiled
+        assert max(peaks) <= 1.01 * handle.plan.prediction.peak_bytes
+
+
 def test_the_second_step_is_compared_in_a_plain_loop(capsys):
     model = llama().train()
     optimizer = AdamW(model.parameters(), fused=True)

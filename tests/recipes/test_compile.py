@@ -42,16 +42,22 @@ def test_the_peak_of_a_micro_batch_that_was_searched_is_not_above_its_prediction
 
 
 @pytest.mark.parametrize(
-    ("device", "repeats", "compile"), [("cuda", True, "regions"), ("cuda", False, "none"), ("cpu", True, "none")]
+    ("device", "repeats", "num_steps", "compile"),
+    [
+        ("cuda", True, 100, "regions"),
+        ("cuda", True, 99, "none"),
+        ("cuda", False, 100, "none"),
+        ("cpu", True, 100, "none"),
+    ],
 )
-def test_auto_compiles_on_a_gpu_where_layers_repeat(device, repeats, compile, monkeypatch):
+def test_auto_compiles_on_a_gpu_where_layers_repeat_for_long(device, repeats, num_steps, compile, monkeypatch):
     said = []
     monkeypatch.setattr(building, "on_main_process", lambda accelerator, ask: ask())
     monkeypatch.setattr(building, "can_compile", lambda model: repeats)
     flags = RecipeArguments(output_dir="run", activation_checkpointing="full")
     prepared = object.__new__(Built)
     prepared.bare = torch.nn.Identity()
-    prepared.batches = SimpleNamespace(layout=SimpleNamespace(sequence_parallel=1))
+    prepared.batches = SimpleNamespace(layout=SimpleNamespace(sequence_parallel=1), num_steps=num_steps)
     accelerator = SimpleNamespace(device=torch.device(device), print=said.append)
     prepared.run = SimpleNamespace(args=flags, flags={"compile": "auto"}, accelerator=accelerator)
     task = Task(run=flags, optim=flags, build_model=None, loss_of=None, micro_batch=None)
@@ -60,3 +66,9 @@ def test_auto_compiles_on_a_gpu_where_layers_repeat(device, repeats, compile, mo
     assert (settled.activation_checkpointing, settled.compile) == ("full", compile)
     assert prepared.run.flags == {"compile": compile}
     assert [line.partition(";")[0] for line in said] == [f"--compile auto: {compile}"] * (device == "cuda")
+
+
+def test_the_planner_knows_which_runs_are_too_short_to_compile():
+    compiles = [RecipeArguments(output_dir="run", max_steps=steps).compiles_on("cuda") for steps in (99, 100, None)]
+    assert compiles == [False, True, True]
+    assert RecipeArguments(output_dir="run", max_steps=1, compile="regions").compiles_on("cuda")

@@ -230,7 +230,7 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle) -
             f"strategy {handle.plan.strategy}: layers whose frozen weights are streamed cannot be compiled"
         )
     check_compiler(model)
-    regions = {ratio: Region(ratio) for ratio in {ALL, *plan.ratios}}
+    regions = {ratio: Region(ratio, required=plan.asks_to_compile) for ratio in {ALL, *plan.ratios}}
     for layer in (block for stack in stacks if isinstance(stack, CalledLayers) for block in stack.blocks):
         if span := spans.get(layer.name):
             method, region = getattr(layer.module, layer.method), regions[ALL if span.ratio is None else span.ratio]

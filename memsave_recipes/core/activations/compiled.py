@@ -10,6 +10,7 @@ Notes: ``docs/design/activations.md``.
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -42,7 +43,7 @@ MAX_GRAPHS = 64
 SMALLEST_RATIO = 1e-6
 NEVER_COMPILED = "memsave_never_compiled"
 """An attribute of models whose layers no plan compiles; whoever builds the model sets it."""
-WAYS_OUT = "use selective, full or every:K"
+WAYS_OUT = "use another strategy, on eager layers (--compile none)"
 _numbers = count()
 
 
@@ -53,18 +54,22 @@ ALL = 1.0
 class Region:
     """Compiles layers under one ratio; those that are alike share a graph.
 
+    A kind of layer whose first call torch cannot compile as one graph stays eager, with a warning.
+
     Args:
         ratio: the part of the bytes that a layer saves for the fastest backward that it may save, from 0 to 1.
+        required: refuse such a layer.
     """
 
-    def __init__(self, ratio: float) -> None:
+    def __init__(self, ratio: float, *, required: bool = False) -> None:
         def run_layer(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return method(*args, **kwargs)
 
         name = f"{run_layer.__name__}_{next(_numbers)}"
         run_layer.__code__ = run_layer.__code__.replace(co_name=name)
         options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
-        self.ratio = max(ratio, SMALLEST_RATIO)
+        self.ratio, self.required = max(ratio, SMALLEST_RATIO), required
+        self._compiles: dict[type, bool] = {}
         self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
 
     @staticmethod
@@ -76,23 +81,32 @@ class Region:
         """``method(*args, **kwargs)``, compiled.
 
         Raises:
-            InputError: it cannot be compiled as one graph.
+            InputError: it cannot be compiled as one graph, and has to be, or was in an earlier call.
         """
+        kind = type(getattr(method, "__self__", method))
+        if not self._compiles.get(kind, True):
+            return method(*args, **kwargs)
         try:
             with (
                 functorch_config.patch(activation_memory_budget=self.ratio),
                 dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS),
             ):
-                return self._run_layer(method, *args, **kwargs)
+                outputs = self._run_layer(method, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
-            raise _refusal(method, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
+            raise _refusal(kind, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
         except TorchDynamoException as error:
-            raise _refusal(method, str(error).strip().partition("\n")[0]) from error
+            reason = str(error).strip().partition("\n")[0]
+            if self.required or kind in self._compiles:
+                raise _refusal(kind, reason) from error
+            warnings.warn(f"{kind.__name__} computes eager: it cannot be one compiled graph ({reason})", stacklevel=2)
+            self._compiles[kind] = False
+            return method(*args, **kwargs)
+        self._compiles[kind] = True
+        return outputs
 
 
-def _refusal(method: Callable[..., Any], reason: str) -> InputError:
-    layer = type(getattr(method, "__self__", method)).__name__
-    return InputError(f"strategy compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}")
+def _refusal(kind: type, reason: str) -> InputError:
+    return InputError(f"strategy compiled: {kind.__name__} cannot be compiled as one graph ({reason}); {WAYS_OUT}")
 
 
 def _refuse_cache(name: str, *args: Any, **kwargs: Any) -> int:

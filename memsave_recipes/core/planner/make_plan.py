@@ -170,7 +170,7 @@ def refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
             where = name or type(model).__name__
-            raise InputError(f"model: {where} is compiled in place: leave compile() out, or use strategy compiled")
+            raise InputError(f"model: {where} is compiled in place: leave compile() out, and pass compiled=True")
 
 
 def check_budget(budget_gib: float | None) -> None:

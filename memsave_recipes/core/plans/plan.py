@@ -234,6 +234,11 @@ class Plan:
         return self.compiled or bool(self.blocks_under(Action.COMPILE))
 
     @property
+    def asks_to_compile(self) -> bool:
+        """Whether its strategy is compiled layers, and not one around layers that may be."""
+        return UNIFORM_STRATEGIES.get(self.strategy.partition(":")[0]) is Action.COMPILE
+
+    @property
     def ratios(self) -> tuple[float, ...]:
         """The ratios of its compiled blocks that save a part, from the largest on."""
         return tuple(sorted({span.ratio for span in self.spans if span.ratio is not None}, reverse=True))

@@ -91,9 +91,14 @@ class StepSettings:
         """Whether a plan is to be found for a budget."""
         return self.activation_checkpointing in BUDGET_WORDS
 
+    @property
+    def pays_to_compile(self) -> bool:
+        """Whether there are steps enough for it, under ``auto``, as far as the settings say."""
+        return True
+
     def compiles_on(self, device_type: str) -> bool:
         """Return whether layers compute compiled on such a device."""
-        return self.compile == REGIONS or (self.compile == AUTO and device_type == "cuda")
+        return self.compile == REGIONS or (self.compile == AUTO and device_type == "cuda" and self.pays_to_compile)
 
     @property
     def searches(self) -> bool:

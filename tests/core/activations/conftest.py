@@ -7,13 +7,6 @@ import torch
 from torch._dynamo.utils import counters
 
 
-@pytest.fixture(scope="session")
-def kernels_can_be_compiled():
-    """``torch.compile`` writes kernels with AVX2 or more, which torch hides where ATen is told to do without them."""
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("ATen runs without vector instructions: torch.compile's kernels are not built then")
-
-
 @pytest.fixture
 def graphs():
     """How many graphs have been compiled since the last question."""

@@ -21,14 +21,36 @@ def test_too_many_graphs_are_an_error_and_not_the_plain_layer(monkeypatch):
         region.run(torch.nn.ReLU().forward, x[:2])
 
 
-def test_what_does_not_fit_a_graph_is_refused_by_name():
-    class Branches(torch.nn.Module):
-        def forward(self, x):
-            return x * 2 if x.sum().item() > 0 else x
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum().item() > 0 else x
 
+
+def test_what_does_not_fit_a_graph_is_refused_by_name():
     with pytest.raises(InputError, match="Branches cannot be compiled as one graph") as refusal:
-        Region(0.3).run(Branches().forward, torch.ones(3, requires_grad=True))
+        Region(0.3, required=True).run(Branches().forward, torch.ones(3, requires_grad=True))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+def test_what_does_not_fit_a_graph_stays_eager_where_compiling_is_the_default():
+    region, x = Region(1.0), torch.ones(3, requires_grad=True)
+    with pytest.warns(UserWarning, match="Branches computes eager") as told:
+        _ = [region.run(Branches().forward, sign * x) for sign in (1, -1, 1)]
+    assert len(told) == 1
+    assert torch.equal(region.run(torch.nn.ReLU().forward, x), x)  # other kinds compile
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+def test_a_layer_that_was_compiled_does_not_turn_eager():
+    class Once(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if x.shape[0] == 2 or x.sum().item() > 0 else x
+
+    region = Region(1.0)
+    region.run(Once().forward, torch.ones(2, requires_grad=True))
+    with pytest.raises(InputError, match="Once cannot be compiled as one graph"):
+        region.run(Once().forward, torch.ones(3, requires_grad=True))
 
 
 @pytest.mark.parametrize("name", ["vgg16", "densenet121"])
@@ -53,7 +75,7 @@ def test_a_machine_without_a_cpp_compiler(make_case, monkeypatch, tmp_path):
 def test_a_machine_without_pythons_headers(make_case, monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "_finds_cpp_compiler", lambda: True)
     monkeypatch.setattr(compiled, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(InputError, match=r"compiled needs Python.h \(of python3-dev .* use selective"):
+    with pytest.raises(InputError, match=r"compiled needs Python.h \(of python3-dev .* use another strategy"):
         check_compiler(make_case("gpt2").model)
 
 
