@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from memsave_recipes.data.image_rows import ImageTextArguments
-from memsave_recipes.data.image_text import check_model, load_image_text
+from memsave_recipes.data.image_text import check_model, largest_micro_batch, load_image_text, training_texts
 from memsave_recipes.data.processors import open_or_make_processor
 from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.models.image_text import (
@@ -40,7 +40,6 @@ from memsave_recipes.models.what_trains import TrainedPartArguments
 from memsave_recipes.run.recipe import (
     Accelerator,
     Batch,
-    InputError,
     RecipeArguments,
     Run,
     Task,
@@ -114,20 +113,13 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def task(argv: list[str] | None = None) -> Task:
-    """Refuse to plan before there are images: what they become is the processor's to say."""
-    parse_arguments(Arguments, args=argv)
-    raise InputError(
-        "recipes/image_text.py is planned in the run, by its own images: launch it with --micro_batch_size auto and "
-        "--activation_checkpointing budget"
-    )
+    """The task of the flags, for ``memsave plan``: before there are images or weights."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    return describe(args, open_or_make_processor(args, training_texts(args)))
 
 
 def describe(args: Arguments, processor: Any) -> Task:
-    """The model and its loss; a micro-batch is of the rows themselves."""
-
-    def micro_batch(size: int) -> Batch:
-        raise InputError("--shard with a budget plans before the images are read: name an --activation_checkpointing")
-
+    """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
     return Task(
         run=args,
         optim=args,
@@ -135,7 +127,7 @@ def describe(args: Arguments, processor: Any) -> Task:
         adapt=partial(train_part_of_image_text, flags=args),
         trained=partial(with_image_text_loss, flag=args.loss),
         loss_of=summed_loss,
-        micro_batch=micro_batch,
+        micro_batch=partial(largest_micro_batch, processor, flags=args, dtype=args.torch_dtype),
         takes_adapters=not args.freezes,
         losses=(args.loss,),
     )

@@ -12,7 +12,7 @@ NOTE [ images in conversations ]
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from memsave_recipes.data.sources import (
 )
 from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer
 from memsave_recipes.data.vision.decoding import decode, reason_of
-from memsave_recipes.models.image_text import freeze_unused
+from memsave_recipes.models.image_text import freeze_unused, largest_side
 from memsave_recipes.models.language_model import stop_at
 
 MEASURED = Features(
@@ -123,6 +123,36 @@ class ImageTextRows(torch.utils.data.Dataset[dict[str, Any]]):
         return {**tensors, **in_dtype, "labels": labels}
 
 
+def largest_micro_batch(
+    processor: Any, size: int, flags: ImageTextArguments, *, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Make a micro-batch of rows that are as long as the flags allow, with blank images as large as those may be.
+
+    Integers have values, as they say what a model runs; pixels, on ``meta``, have none.
+
+    Raises:
+        InputError: there is no room for the images in ``block_size`` tokens.
+    """
+    side = largest_side(processor)
+    images = [Image.new("RGB", (side, side))] * flags.images_per_row
+    made = encoded(processor, [processor.image_token * len(images)], [images], return_tensors="pt")
+    num_tokens = made["input_ids"].shape[1]
+    rest = flags.block_size - num_tokens
+    if rest < 0:
+        raise InputError(
+            f"--block_size {flags.block_size}: {len(images)} images of {side} x {side} pixels are {num_tokens:,} "
+            "tokens: raise it, or lower --max_pixels or --images_per_row"
+        )
+    row = {name: one for name, one in made.items() if isinstance(one, Tensor)}
+    for name, one in row.items():
+        if one.is_floating_point():
+            row[name] = torch.empty(one.shape, dtype=dtype, device="meta")
+        elif one.shape == (1, num_tokens):
+            row[name] = torch.nn.functional.pad(one, (0, rest), value=int(name in ("input_ids", "attention_mask")))
+    row["labels"] = row["input_ids"]
+    return {name: torch.cat([one] * size) for name, one in row.items()}
+
+
 def _decoded(stored: dict[str, Any], place: str) -> Image.Image:
     try:
         return decode(stored)
@@ -164,6 +194,16 @@ def _place(rows: datasets.Dataset, index: int) -> str:
     return str(rows[index]["place"])
 
 
+def _texts_of(rows: datasets.Dataset) -> Iterator[str]:
+    for conversation in rows["conversation"]:
+        yield from (message["content"] for message in json.loads(conversation)["messages"])
+
+
+def training_texts(flags: ImageTextArguments) -> Iterator[str]:
+    """Yield the texts of the conversations that the flags name, read when the first is asked for."""
+    yield from _texts_of(read_splits(flags)[0]["train"])
+
+
 def load_image_text(
     flags: ImageTextArguments, make_processor: Callable[[Iterable[str]], Any], *, dtype: torch.dtype
 ) -> ImageTextSplits:
@@ -178,8 +218,7 @@ def load_image_text(
             rows with too many images or tokens; too few rows to hold any out.
     """
     splits, notes = read_splits(flags)
-    chats = (json.loads(one) for one in splits["train"]["conversation"])
-    processor = make_processor(message["content"] for chat in chats for message in chat["messages"])
+    processor = make_processor(_texts_of(splits["train"]))
     set_template(processor, flags.chat_template)
     rows = {}
     for split, read in splits.items():

@@ -26,6 +26,8 @@ PROJECTORS = ("merger", "projector", "connector")
 """What names of the modules hold that map the states of images to those of text, also where they are in the tower."""
 MAX_SIDE = 16_384
 """A ``longest_edge`` above it is a number of pixels, as Qwen's are."""
+ANY_SIDE = 2048
+"""Of an image that is cut into as many parts as a processor makes, or made smaller, where it names no limit."""
 
 
 @dataclass(kw_only=True)
@@ -81,6 +83,12 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> None:
         images.size = {**size, "longest_edge": min(longest, isqrt(max_pixels))}
     else:
         images.size = {**size, "longest_edge": max_pixels, "shortest_edge": min(size["shortest_edge"], max_pixels)}
+
+
+def largest_side(processor: Any) -> int:
+    """Return the side in pixels of the largest square image that is not made smaller, or of one that always is."""
+    longest = dict(processor.image_processor.size or {}).get("longest_edge") or ANY_SIDE
+    return longest if longest <= MAX_SIDE else isqrt(longest)
 
 
 def build_image_text_model(args: Any, processor: Any = None, *, with_weights: bool, **options: Any) -> PreTrainedModel:

@@ -11,7 +11,10 @@ from image_text_models import TOKENS, make_processor, png
 from lives import assert_the_same_run, curve, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from workloads import measured_peak_bytes, workload_of
 
+from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.task import estimate
 from memsave_recipes.data.image_rows import ImageTextArguments
 from memsave_recipes.data.image_text import load_image_text
 from memsave_recipes.tools.inference import PredictArguments, load_on, predict, read_inputs
@@ -197,6 +200,20 @@ def test_what_cannot_be_is_one_line(refuse, llava, data, tmp_path, name):
     assert words in refuse(*base, *more)
 
 
-def test_planning_says_where_it_is_done(recipe):
-    with pytest.raises(ValueError, match="planned in the run"):
-        recipe.task(["--model_type", "llava", "--output_dir", "out"])
+def test_memsave_plan_knows_the_memory_of_the_largest_rows(recipe, model):
+    flags = ["--global_batch_size", "2", "--micro_batch_size", "2", "--activation_checkpointing", "full"]
+    task = recipe.task(["--model_name_or_path", model, "--block_size", "160", "--output_dir", "out", *flags])
+    (found,) = estimate(task, target="cpu").candidates
+    made = task.micro_batch(2)
+    batch = {name: torch.randn(one.shape) if one.is_meta else one for name, one in made.items()}
+    bare = task.build_model(with_weights=True)
+    task.adapt(bare)
+    trained = task.trained(bare, None, torch.device("cpu"))
+    workload = workload_of(bare, lambda _, batch: task.loss_of(trained, batch), batch)
+    needed = measured_peak_bytes(workload, found.forecast.plan) + workload.resident_bytes
+    assert 0.995 <= (found.peak_bytes - found.static.added_bytes) / needed <= 1.05
+
+
+def test_images_that_leave_no_room_are_refused(recipe, model):
+    with pytest.raises(InputError, match=r"--block_size 8: 1 images of .* are [\d,]+ tokens: raise it"):
+        recipe.task(["--model_name_or_path", model, "--block_size", "8", "--output_dir", "out"]).micro_batch(1)

@@ -138,9 +138,7 @@ class Estimator:
         Returns:
             A measurement whose workload is on the target's device, so that its chains are those of the target.
         """
-        instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
-        if any(map(has_values, workload.batch)):
-            instruments = replace(instruments, known=KnownOperators(runs_values=True))
+        instruments = self._instruments_for(workload, clock := SimulatedClock())
         on_cpu = replace(workload, forward=partial(self._forward, workload), device=CPU)
         with self._simulating(workload.model, clock), replaced(tiles, "in_turn", partial(some_tiles, clock)):
             measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
@@ -156,8 +154,15 @@ class Estimator:
 
         model, clock = workload.model, SimulatedClock()
         with self._simulating(model, clock), freeing_gradients(model.parameters()):
-            replace(self._instruments, clock=clock).read_memory(step)
+            self._instruments_for(workload, clock).read_memory(step)
         return counted.by_precision
+
+    def _instruments_for(self, workload: Workload, clock: SimulatedClock) -> FakeInstruments:
+        """Results of operators are shared, but for values, which differ from batch to batch."""
+        instruments = replace(self._instruments, clock=clock)
+        if any(map(has_values, workload.batch)):
+            return replace(instruments, known=KnownOperators(runs_values=True))
+        return instruments
 
     def _forward(self, workload: Workload) -> Tensor:
         """All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run."""

@@ -270,6 +270,8 @@ class _Operators(TorchDispatchMode):
         if func is aten.add.Tensor and _engine_owns(args[0]):
             func = aten.add_.Tensor
         if func in TAKES_STORAGE:
+            if not isinstance(args[0], FakeTensor):  # an integer, made with values
+                args = aten.empty.memory_format([0], dtype=args[0].dtype, device="cpu"), *args[1:]
             # Below ``FakeTensorMode``, whose cache would keep that storage alive.
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return args[0].set_(*args[1:])

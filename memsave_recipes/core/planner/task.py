@@ -51,7 +51,8 @@ class Task:
         trained: the module that the recipe trains, made of the model, one of ``losses`` (``None`` for the flags'
             choice) and the device that it will run on.
         loss_of: the summed loss of a micro-batch under ``trained``'s module.
-        micro_batch: a micro-batch of so many samples with the largest shapes of the data; its values are not read.
+        micro_batch: a micro-batch of so many samples with the largest shapes of the data, on ``meta`` but for integers
+            whose values say what runs.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
         stream_weights: whether weights of layers wait on the host.
         check_samples: raises ``InputError`` where the model, on ``meta``, does not train on so many samples at once.
@@ -373,7 +374,7 @@ def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
 def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLayout, loss: str | None) -> Workload:
     """Make the largest forward of a step of a recipe, of fake tensors."""
     trained = task.trained(model, loss, launch.target.device)
-    make_batch = inputs_of(task, layout, partial(fake_batch, model))
+    make_batch = inputs_of(task, layout, partial(fake_batch, model, keep_integers=True))
     return Workload(
         model=model,
         forward=lambda: task.loss_of(trained, make_batch()),
