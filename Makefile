@@ -59,7 +59,7 @@ test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 500 command lines (11 minutes)
-	$(PYTEST) -m slow -k 'not by_itself' tests/training/checkpoints tests/recipes/test_fuzz.py
+	$(PYTEST) -m slow -k 'not by_itself' tests/training/checkpoints tests/recipes/test_fuzz.py tests/recipes/test_restarts.py
 
 test-cpus: install  ## predictions and equality with the instructions of other processors (10 minutes)
 	$(PYTEST) -m slow tests/test_kinds_of_cpu.py
@@ -102,6 +102,7 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 	$(PYTEST) -m slow tests/recipes/test_sequence_parallel_launched.py -k devices
+	$(PYTEST) -m slow tests/recipes/test_on_a_stand_in.py tests/benchmarks/test_mfu.py
 
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 8 minutes)

@@ -105,6 +105,7 @@ def test_an_index_would_take_both(distributions):
     assert checked.stdout.count("PASSED") == 2
 
 
+@pytest.mark.slow
 def test_recipes_are_copied_and_planned_there(everything, tmp_path):
     done = everything.run("memsave", "recipes", "--copy", ".", cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "recipes")

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 MPS = torch.device("mps")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_recipes_need_no_float64_on_the_device(on_devices, tmp_path):
     """A run in two lives without it is, bit for bit, that of a device that has it."""

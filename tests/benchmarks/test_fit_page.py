@@ -122,7 +122,7 @@ def test_where_nothing_fits_the_page_says_what_is_needed():
 ALL = [(name, size) for name, model in FIGURES["models"].items() for size in model["sizes"]]
 
 
-@pytest.mark.parametrize("card", ["l4", "h100"])
+@pytest.mark.parametrize("card", [pytest.param("l4", marks=pytest.mark.slow), "h100"])
 def test_a_figure_is_that_of_memsave_fit(page, known, card, tmp_path):
     mine, its = recomputed(page, known["ViT-B/16"], "224", card, None, tmp_path)
     assert its == mine

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from memsave_recipes.tools.cli import _parser
 from memsave_recipes.tools.cli.request import read_request
 
@@ -10,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 
+@pytest.mark.slow
 def test_state_on_the_host_frees_the_card(load, tmp_path):
     found = load("full_fine_tuning").main(["--quick", "--output_dir", str(tmp_path)])["models"]["small"]
     plain, waiting, stepped = (found[way] for way in ("AdamW", "state on the host", "step on the host"))

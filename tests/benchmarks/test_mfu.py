@@ -94,6 +94,7 @@ mfu.main([])
 """
 
 
+@pytest.mark.slow
 def test_a_device_is_measured_beside_the_predictions(on_devices, tmp_path):
     """On the stand-in, which has no kernels to name and compiles nothing."""
     environment = on_devices()

@@ -172,7 +172,9 @@ class Full(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, **others)
 
 
-@pytest.mark.parametrize(("budget_gib", "kind"), [(BUDGET_GIB, LlamaForCausalLM), (1.0, Full)])
+@pytest.mark.parametrize(
+    ("budget_gib", "kind"), [(BUDGET_GIB, LlamaForCausalLM), pytest.param(1.0, Full, marks=pytest.mark.slow)]
+)
 def test_a_batch_that_does_not_fit_is_made_smaller(budget_gib, kind, tmp_path, capsys, monkeypatch):
     def searched(kind, *callbacks):
         model = llama()

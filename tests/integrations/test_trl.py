@@ -108,6 +108,7 @@ def test_sft_on_images(frozen, tmp_path, capsys):
     check(lambda callbacks: fine_tuned_on_images(tmp_path, callbacks, frozen), 0.039, capsys.readouterr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["reference", "lora"])
 def test_dpo(adapters, tmp_path, capsys):
     check(lambda callbacks: preferred(tmp_path, callbacks, adapters), 0.034 if adapters else 0.037, capsys.readouterr)

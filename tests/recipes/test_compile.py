@@ -33,6 +33,46 @@ def test_a_resumed_run_has_the_bits_of_one_that_nothing_ended(recipe, train, tmp
     assert_the_same_weights(tmp_path / "cut/final", tmp_path / "whole/final")
 
 
+PLANS = ("full", "every:2", "segments:2", "nested:2", "offload", "full_offload", "budget:bitwise")
+
+
+def flags_under(plan):
+    """The flags of a run under a plan."""
+    budget = ["--memory_budget_gib", with_context(0.5)] if plan.startswith("budget") else []
+    return ["--activation_checkpointing", plan, *budget]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["language_modeling", "text_classification", "image_classification"], indirect=True)
+@pytest.mark.parametrize("more", [[], ["--lora", "--lora_rank", "4"], ["--dtype", "bfloat16_master"]])
+def test_every_plan_ends_in_the_weights_of_compiled_layers_that_keep_everything(recipe, more, train, tmp_path, request):
+    name = request.node.callspec.params["recipe"]
+    if "--lora" in more and name == "image_classification":
+        pytest.skip("its adapters are tried elsewhere")
+    flags = [*FLAGS[name], *more, "--compile", "--max_steps", "3", "--logging_steps", "1", "--eval_steps", "99"]
+    train(*flags, output="kept")
+    for plan in PLANS:
+        train(*flags, *flags_under(plan), output=plan)
+        assert curve(tmp_path / plan) == curve(tmp_path / "kept"), plan
+        assert_the_same_weights(tmp_path / plan / "final", tmp_path / "kept/final")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--shard", "full"], ["--sequence_parallel", "2"], ["--lora"]])
+def test_two_ranks_with_every_plan_end_in_the_weights_of_compiled_layers(more, train_on_ranks, tmp_path):
+    flags = [*FLAGS[RECIPE], *more, "--compile", "--max_steps", "3", "--logging_steps", "1", "--eval_steps", "99"]
+    train_on_ranks(2, *flags, output="kept")
+    for plan in ("full", "segments:2", "offload"):
+        train_on_ranks(2, *flags, "--activation_checkpointing", plan, output=plan)
+        assert curve(tmp_path / plan) == curve(tmp_path / "kept"), plan
+        assert_the_same_weights(tmp_path / plan / "final", tmp_path / "kept/final")
+    train_on_ranks(
+        2, *flags, "--activation_checkpointing", "full", "--save_every", "2", "--max_steps", "2", output="cut"
+    )
+    train_on_ranks(2, *flags, "--activation_checkpointing", "full", "--resume", output="cut")
+    assert_the_same_weights(tmp_path / "cut/final", tmp_path / "kept/final")
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_micro_batch_that_was_searched_is_not_above_its_prediction(train):
     flags = [*FLAGS[RECIPE], *MODELS[RECIPE], "--global_batch_size", "2", "--max_steps", "3", "--compile"]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from image_text_models import TOKENS, make_processor, png
 from lives import assert_the_same_run, curve, write_rows
 from safetensors.torch import load_file
+from samples import sample
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from workloads import measured_peak_bytes, workload_of
 
@@ -52,7 +53,7 @@ def data(tmp_path_factory):
     return rows_with_images(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module", params=TOKENS)
+@pytest.fixture(scope="module", params=sample(["llava"], TOKENS))
 def model(request, tmp_path_factory):
     """The folder of a tiny model with its processor."""
     return image_text_models.save(request.param, tmp_path_factory.mktemp(request.param))

@@ -56,6 +56,7 @@ def test_the_peak_is_predicted(train, model, optimizer, layout):
     assert 0 <= predicted - peak < max(0.02 * peak, SLACK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--micro_batch_size", "4"], ["--ema_decay", "0.75", "--weight_decay", "0.1"]])
 @pytest.mark.parametrize("model", ["gpt2"])
 def test_a_resumed_run_has_the_same_bits(train, kill_after, tmp_path, model, flags):

@@ -98,6 +98,7 @@ def test_rows_that_two_devices_share_train_as_on_one_rank(on_devices, tmp_path):
     assert in_groups == {"_why_not"}  # before the first step
 
 
+@pytest.mark.slow
 def test_ddp_equals_accumulation_bit_for_bit(on_devices, tmp_path):
     flags = ["--global_batch_size", "5", "--max_steps", "2"]
     recipe = "ddp_equals_accumulation"
@@ -148,10 +149,12 @@ def run_on_one_device(folder, on_devices, *which):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_late_copies_of_activations_are_waited_for(on_one_device):
     assert "--verify: one global batch, without the plan and with it: identical" in on_one_device[0]
 
 
+@pytest.mark.slow
 def test_what_the_host_waits_for_in_a_step(on_one_device):
     assert json.loads((on_one_device[1] / "waits.json").read_text()) == WAITS
 
@@ -166,6 +169,7 @@ def test_no_optimizer_of_ours_is_waited_for(on_devices, tmp_path):
     assert {name: waits for name, waits in found.items() if waits} == {}
 
 
+@pytest.mark.slow
 def test_a_launch_for_several_devices_runs_on_one(on_devices, tmp_path):
     flags = ["--save_every", "4", "--verify"]
     options = {"folder": tmp_path, "common": flags_of("language_modeling"), "environment": on_devices(1)}

@@ -60,6 +60,7 @@ def test_verify_holds_for_adapters_of_a_model_that_attends_by_document(train, fl
     assert BY_DOCUMENT in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available() and find_spec("triton") is None, reason="compiles by Triton")
 def test_compiled_layers_with_dropout_keep_masks(train, flags, capsys):
     flags += ["--model_type", "llama", "--config_overrides", f"{SHAPES['llama']},attention_dropout=0.1"]

@@ -39,6 +39,7 @@ def test_a_rank_is_killed_and_the_bits_are_those_of_the_straight_run(straight, t
     assert_the_same_run(folder, straight)
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed_and_the_same_line_goes_on(straight, tmp_path):
     """Its ranks save and end, though nothing passes a signal on to them."""
     folder = tmp_path / "run"

@@ -166,6 +166,7 @@ def test_the_bits_of_twenty_steps_are_those_of_a_run_without(config, model, on_d
     test_the_bits_are_those_of_a_run_without(config, cases, on_devices, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "cases"),
     [

@@ -37,7 +37,7 @@ def test_final_is_the_average_of_the_steps(train, tmp_path, monkeypatch):
     assert again["eval"] == results["eval"]
 
 
-@pytest.mark.parametrize("flags", [CNN, IMAGES])
+@pytest.mark.parametrize("flags", [CNN, pytest.param(IMAGES, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same(train, kill_after, tmp_path, flags):
     train(*flags, *AVERAGED, output="straight")
     with kill_after(4):

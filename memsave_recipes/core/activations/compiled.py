@@ -68,8 +68,12 @@ class Region:
         name = f"{run_layer.__name__}_{next(_numbers)}"
         run_layer.__code__ = run_layer.__code__.replace(co_name=name)
         options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
+        options["deterministic"] = True  # no measurement decides how sums are cut, so the next run has the same bits
         self.ratio, self.required = max(ratio, SMALLEST_RATIO), required
         self._compiles: dict[type, bool] = {}
+        # To make them takes longer than a call of a compiled layer.
+        self._of_partitioner = functorch_config.patch(activation_memory_budget=self.ratio)
+        self._of_dynamo = dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS)
         self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
 
     @staticmethod
@@ -87,10 +91,7 @@ class Region:
         if not self._compiles.get(kind, True):
             return method(*args, **kwargs)
         try:
-            with (
-                functorch_config.patch(activation_memory_budget=self.ratio),
-                dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS),
-            ):
+            with self._of_partitioner, self._of_dynamo:
                 outputs = self._run_layer(method, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise _refusal(kind, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error

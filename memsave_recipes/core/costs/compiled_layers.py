@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx, config, ir
+from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
@@ -174,8 +175,12 @@ class _Reader:
         return found
 
     def _stays_inside(self, buffer: Any, node: Any) -> bool:
-        """Return whether a buffer is in no memory, as the kernel alone reads it."""
-        inside = set(node.get_nodes())
+        """Return whether a buffer is in no memory, as the kernel alone reads it.
+
+        A kernel of a CPU may be several that share their outer loop; what one of them hands to another is in memory.
+        """
+        loops = node.get_outer_nodes() if isinstance(node, OuterLoopFusedSchedulerNode) else [node]
+        inside = next(({*loop.get_nodes()} for loop in loops if buffer.defining_op in loop.get_nodes()), set())
         stays = len(inside) > 1 and all(user.is_weak or user.node in inside for user in buffer.users)
         if stays:
             self.graph.removed_buffers.add(buffer.get_name())

@@ -93,8 +93,6 @@ def find_repeats(
     least = FIRST_IF_OFFLOADED if any(plan.offloads for plan in plans) else FIRST
     names = [name for stack in workload.stacks for name in stack]
     lists = [tuple(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
-    if any(plan.compiles for plan in plans):
-        return Repeats(())
     return Repeats(tuple(period for layers in lists if (of := kinds(layers)) for period in _periods(layers, of, least)))
 
 

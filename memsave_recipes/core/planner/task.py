@@ -26,7 +26,16 @@ from memsave_recipes.core.planner.budget import (
     plans_to_measure,
     usable_bytes,
 )
-from memsave_recipes.core.planner.search import Candidate, Choice, Room, SearchSpace, open_layouts, search, search_space
+from memsave_recipes.core.planner.search import (
+    AS_FAST,
+    Candidate,
+    Choice,
+    Room,
+    SearchSpace,
+    open_layouts,
+    search,
+    search_space,
+)
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.sharding.groups import ShardGroups, check_precision
@@ -279,11 +288,20 @@ def choose_for_target(
         return candidates(space, estimates.of(layout, loss, plans_of_space(space, launch)), layout, loss)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
-        """Compile with each ratio, which takes seconds, only where layers that save all do not fit."""
+        """Compile with each ratio, which takes seconds, only where that may bring something.
+
+        It does not where layers that save all fit, or are no faster than what fits with smaller micro-batches.
+        """
+        fastest_s = inf
         for layout in layouts:
             found = of_space(without_ratios, layout, loss)
-            is_enough = space.strategy != "budget" or any(one.fits and one.strategy == "none" for one in found)
-            yield found if is_enough or not space.compiled else of_space(space, layout, loss)
+            keep = next((one for one in found if one.strategy == "none"), None)
+            is_slow = keep is not None and (1 + AS_FAST) * keep.step_s >= fastest_s
+            is_enough = keep is None or keep.fits or (is_slow and any(one.fits for one in found))
+            if space.strategy == "budget" and space.compiled and not is_enough:
+                found = of_space(space, layout, loss)
+            fastest_s = min([fastest_s, *(one.step_s for one in found if one.fits)])
+            yield found
 
     with ExitStack() as processes:
         of_losses = {loss: estimated(loss) for loss in losses}

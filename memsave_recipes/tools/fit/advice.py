@@ -8,6 +8,7 @@ from typing import Any
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.planner.task import Launch, Task, choose_for_target
+from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import BUDGET_FLAG
@@ -70,7 +71,11 @@ def advice(task: Task, launch: Launch, budget_bytes: int, *, less_than_now: bool
 
 
 def _other_ways(task: Task, launch: Launch, budget_bytes: int) -> Iterator[tuple[str, Candidate]]:
-    """Yield other optimizers, and shards over as few devices as suffice, each with what needs least."""
+    """Yield other optimizers, and shards over as few devices as suffice, each with what needs least.
+
+    Layers are eager ones, which need more: to compile them for each way takes minutes.
+    """
+    task = replace(task, run=replace(task.run, compile=NONE))
 
     def least(optim: dict[str, Any], run: dict[str, Any], launch: Launch) -> Candidate | None:
         with suppress(InputError):  # these flags do not go with the others

@@ -389,7 +389,7 @@ def test_offloaded_blocks_need_no_more_than_was_predicted(monkeypatch, strategy)
         assert found < 0.9 * plain
 
 
-@pytest.mark.parametrize("name", sample(["vgg_small_bn"], ["vgg_small_bn", "densenet_small"]))
+@pytest.mark.parametrize("name", sample([], ["vgg_small_bn", "densenet_small"]))
 def test_no_peak_with_inputs_of_micro_batches_on_the_host_is_predicted_low(monkeypatch, name):
     monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, HostCopies(), smallest_bytes=1).run)
     monkeypatch.setattr("memsave_recipes.core.costs.step_trace.SMALLEST_BYTES", 1)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.vit.modeling_vit import ViTLayer
 from workloads import CPU, workload_of
 
 from memsave_recipes.core.activations.compiled import Region
@@ -32,6 +33,7 @@ LAYERS = {
     "gpt2": (GPT2Block, GPT2Config(n_embd=WIDTH, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
     "llama": (LlamaDecoderLayer, LlamaConfig(**SIZES, num_key_value_heads=2)),
     "bert": (BertLayer, BertConfig(**SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+    "vit": (ViTLayer, ViTConfig(**SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
 }
 
 
@@ -42,7 +44,7 @@ class Layers(nn.Module):
         super().__init__()
         kind, config = LAYERS[name]
         config._attn_implementation = "sdpa"
-        more = {} if name == "bert" else {"layer_idx": 0}
+        more = {} if name in ("bert", "vit") else {"layer_idx": 0}
         self.layers = nn.ModuleList(kind(config, **more) for _ in range(2))
         if name == "llama":
             self.register_buffer("angles", torch.zeros(BATCH, LENGTH, WIDTH // 4))

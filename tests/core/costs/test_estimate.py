@@ -430,7 +430,7 @@ def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_hos
 
 @pytest.mark.parametrize(
     ("target", "num_tokens"),
-    [("a100", 40), ("a100", 72), ("a100", 200), pytest.param("cpu", 72, marks=pytest.mark.slow)],
+    sample([("a100", 72)], [*product(["a100"], [40, 72, 200]), ("cpu", 72)]),
 )
 def test_the_first_two_tiles_and_the_last_tell_of_all(target, num_tokens, monkeypatch):
     """320 tokens: eight tiles, four and a shorter one, one and a shorter one."""

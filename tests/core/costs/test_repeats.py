@@ -132,6 +132,19 @@ def test_no_byte_changes(case, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [LLAMA, VIT])
+def test_no_byte_changes_where_layers_are_compiled(config, monkeypatch):
+    chains = []
+    for find in (find_repeats, lambda workload, plans, kinds: Repeats(())):
+        monkeypatch.setattr(estimate, "find_repeats", find)
+        load = workload(config)
+        plans = [plan_for(one, load.stacks).on_compiled_layers() for one in ("none", "compiled:0.5")]
+        chains.append(estimate_on_target(load, plans, TARGET, autocast_dtype=torch.bfloat16).chain(saves_part=True))
+    assert bytes_of(chains[0]) == bytes_of(chains[1])
+    assert seconds_of(chains[0]) == pytest.approx(seconds_of(chains[1]), rel=1e-7, abs=1e-13)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["rtx4090", "cpu"])
 def test_an_estimator_that_knows_other_micro_batches_finds_the_same(word):
     target = find_target(word)

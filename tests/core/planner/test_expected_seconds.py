@@ -62,6 +62,7 @@ def test_the_share_of_the_peak_is_what_the_measured_run_had():
     assert speed.tokens_per_s == pytest.approx(207_016, rel=0.01)
 
 
+@pytest.mark.slow
 def test_images_have_no_tokens_and_convolutions_round_to_tf32():
     flags = "--model densenet121 --image_size 64 --global_batch_size 64 --micro_batch_size 64"
     candidate, speed = planned(f"{flags} --activation_checkpointing none", "h100", "image_classification", "no")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,23 @@ def test_further_losses_are_estimated_alike_in_a_process_of_their_own(monkeypatc
     assert [(one.layout.micro_batch_size, one.loss) for one in here] == [*product((1, 2), losses)]
     assert [one.parts for one in there] == [one.parts for one in here]
     assert [one.step_s for one in there] == [one.step_s for one in here]
+
+
+@pytest.mark.compiles_ahead
+def test_layers_are_compiled_with_ratios_only_where_that_may_be_faster(monkeypatch):
+    seconds, largest, asked = {1: 3.0, 2: 2.0, 4: 1.99, 8: 1.0}, 2, []
+
+    def candidates(space, costs, layout, loss):
+        size = layout.micro_batch_size
+        asked.append((size, bool(space.compiled_ratios)))
+        keep = SimpleNamespace(strategy="none", fits=size <= largest, step_s=seconds[size], layout=layout)
+        return [keep, SimpleNamespace(strategy="full", fits=True, step_s=4.0, layout=layout)]
+
+    monkeypatch.setattr(task_module.Estimates, "of", lambda *_: None)
+    flags = [*TEXT, "--micro_batch_size", "auto", "--global_batch_size", "8", "--activation_checkpointing", "budget"]
+    task = read_task(RECIPES / "language_modeling.py", [*flags, "--loss", "full", "--compile"])
+    choose_for_target(task, Launch(target=find_target("a100")), GIB, candidates=candidates)
+    assert asked == [(1, False), (2, False), (4, False), (8, False), (8, True)]
 
 
 def test_losses_to_compare_are_those_of_the_device():

@@ -40,6 +40,7 @@ MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-2, weight_decay=0.1
 OF_MUON = [("gpt2", 2, "full"), ("gpt2", 3, "full"), *((kind, 4, "2") for kind in ("gpt2", "vit", "llama"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_ranks", "flag"), sample(OF_MUON[:1], OF_MUON))
 def test_muon_orthogonalises_the_matrices_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, flag):
     """In bfloat16: 20 steps agree to 1e-12 only if the ranks multiply whole matrices of the same bits."""

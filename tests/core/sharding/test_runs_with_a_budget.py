@@ -247,6 +247,7 @@ def by_size():
     return {**{strategy: needs(strategy, once=False) for strategy in choices}, "once": needs("none", once=True)}
 
 
+@pytest.mark.slow
 def test_all_ranks_have_the_plan_of_the_first(run_on_ranks, by_size):
     budget = (by_size["none"][4] + by_size["full"][4]) // 2
     ranks = run_on_ranks(partial(planned, budget_bytes=budget), 2)
@@ -289,6 +290,7 @@ def test_gradients_are_reduced_for_every_micro_batch_where_whole_ones_do_not_fit
         assert (one["size"], one["reduces_once"]) == (1, False)
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_more_reduces_every_micro_batch_before_it_is_halved(run_on_ranks, by_size):
     faster = partial(planned, budget_bytes=by_size["once"][2], size=2, once=0.5)
     for one in run_on_ranks(partial(faster, once_is_too_large=True), 2):

@@ -649,6 +649,7 @@ def test_curves_are_drawn_and_other_charts_refused(tmp_path: Path, capsys: pytes
     assert "--over block_size: image_classification has no such flag: leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_largest_value_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         ("block_size", *SMALL): "--largest block_size: image_classification has no such flag",
