@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch._inductor.codegen.wrapper import EfficientPeakEstimate
 from torch._inductor.graph import GraphLowering
 from torch._library.custom_ops import CustomOpDef
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +54,9 @@ IMPORTED = frozenset(
         "torch._foreach_copy_",
         "torch._functorch.config",
         "torch._fused_sdp_choice",
+        "torch._inductor.codegen.cpp.OuterLoopFusedSchedulerNode",
+        "torch._inductor.codegen.wrapper.EfficientPeakEstimate",
+        "torch._inductor.codegen.wrapper.buffer_reuse_key",
         "torch._inductor.compile_fx",
         "torch._inductor.config",
         "torch._inductor.cpp_builder.get_cpp_compiler",
@@ -146,6 +150,7 @@ OF_OBJECTS = {
     "._get_default_metavar_for_optional": lambda: argparse.HelpFormatter,
     "._get_help_string": lambda: argparse.HelpFormatter,
     "._get_sequence_number_for_group": lambda: torch.distributed.ProcessGroup,
+    "._get_size": lambda: EfficientPeakEstimate,
     "._hf_hook": hooked,
     "._indices": sparse,
     "._init_fn": lambda: SimpleNamespace(**dict.fromkeys(CustomOpDef.__init__.__code__.co_names)),

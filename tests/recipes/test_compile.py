@@ -61,6 +61,7 @@ def test_every_plan_ends_in_the_weights_of_compiled_layers_that_keep_everything(
 @pytest.mark.parametrize("more", [[], ["--shard", "full"], ["--sequence_parallel", "2"], ["--lora"]])
 def test_two_ranks_with_every_plan_end_in_the_weights_of_compiled_layers(more, train_on_ranks, tmp_path):
     flags = [*FLAGS[RECIPE], *more, "--compile", "--max_steps", "3", "--logging_steps", "1", "--eval_steps", "99"]
+    flags += ["--lr_scheduler_type", "constant"]
     train_on_ranks(2, *flags, output="kept")
     for plan in ("full", "segments:2", "offload"):
         train_on_ranks(2, *flags, "--activation_checkpointing", plan, output=plan)

@@ -23,6 +23,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx, config, ir
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_key
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
@@ -79,6 +80,7 @@ class Step:
         name: of the buffer of a call or of its result.
         made: buffers that it takes memory for.
         shared: those in the memory of others, with these.
+        taken: what others left behind, in whose memory these are.
         call: the operator of a library; ``None`` for a kernel.
         picked: the call whose result it is, and the position in what that returns.
         num_bytes: that a kernel reads and writes.
@@ -88,6 +90,7 @@ class Step:
     name: str
     made: list[tuple[str, Form]] = field(default_factory=list)
     shared: list[tuple[str, str, Form]] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
     call: Node | None = None
     picked: tuple[str, list[Any]] | None = None
     num_bytes: int = 0
@@ -95,6 +98,8 @@ class Step:
 
     def run(self, buffers: Buffers) -> None:
         """Change the memory as the step does."""
+        for name in self.taken:
+            buffers.pop(name, None)
         if self.call is not None:
             buffers[self.name] = _called(self.call, buffers)
         if self.picked is not None:
@@ -138,7 +143,11 @@ class _Reader:
         self.returned = [self._result(node) for node in graph.graph_outputs]
         self._kept = {one[0] for one in self.returned if isinstance(one, tuple)}
         self._made = set(graph.graph_inputs)
-        self.steps = [self._step(node) for node in self.scheduler.nodes]
+        self._peaks = EfficientPeakEstimate()
+        self._waiting: dict[Any, list[Any]] = {}  # freed buffers, for others of their size
+        self.steps: list[Step] = []
+        for node in self.scheduler.nodes:
+            self.steps.append(self._step(node))
 
     def _result(self, node: Any) -> Any:
         """Return the name of a buffer that the graph returns, with its form if it is a view; or a constant."""
@@ -163,7 +172,32 @@ class _Reader:
                 self._make(buffer.node, in_place.get(buffer.get_name()), step)
         self.scheduler.completed_operations.update(node.get_operation_names())
         step.freed = [name for name in node.last_usage if self._can_free(name)]
+        for name in step.freed:
+            self._let_wait(self.graph.try_get_buffer(name))
         return step
+
+    def _let_wait(self, buffer: Any) -> None:
+        """Let a freed buffer wait for another of its size, if it is no input of the graph and has memory of its own."""
+        is_own = buffer is not None and buffer.get_name() not in self.graph.graph_inputs
+        if is_own and not isinstance(buffer.layout, NO_MEMORY) and not buffer.get_inputs_that_alias_output():
+            line = SimpleNamespace(node=buffer, scheduler_node_index=len(self.steps))
+            self._waiting.setdefault(buffer_reuse_key(buffer), []).append(line)
+
+    def _taken_again(self, buffer: Any) -> str | None:
+        """Return the name of a freed buffer whose memory ``buffer`` takes, as inductor's ``AllocateLine`` does."""
+        now: Any = SimpleNamespace(node=buffer, scheduler_node_index=len(self.steps))
+        waiting = self._waiting.get(buffer_reuse_key(buffer))
+        if not waiting:
+            return None
+        line, peaks = waiting[-1], self._peaks
+        follows = line.scheduler_node_index + 1 == now.scheduler_node_index
+        if not follows and peaks._get_size(buffer) + peaks.peak_between(line, now) > peaks.overall_peak_memory:
+            return None
+        peaks.update_peak_between(line, now)
+        waiting.pop()
+        name: str = line.node.get_name()
+        self.steps[line.scheduler_node_index].freed.remove(name)
+        return name
 
     def _decided_in_place(self, node: Any) -> dict[str, str]:
         """Return the buffers that the kernel writes over others that nobody reads later."""
@@ -200,6 +234,8 @@ class _Reader:
             step.shared.append((name, over, Form.read(buffer)))
         else:
             step.made.append((name, Form.read(buffer)))
+            if buffer.should_allocate() and (freed := self._taken_again(buffer)) is not None:
+                step.taken.append(freed)
 
     def _can_free(self, name: str) -> bool:
         known = self.scheduler.name_to_buf.get(name)
