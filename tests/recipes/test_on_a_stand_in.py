@@ -13,13 +13,20 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from lives import FLAGS, ROOT, end_of, launch, loaded, rows_of, wait_for_checkpoint
+from lives import FLAGS, LENGTH, ROOT, end_of, launch, loaded, rows_of, wait_for_checkpoint
 from safetensors.torch import load_file
 from samples import sample
 
+SIZES = "hidden_size=32,{0}.intermediate_size=64,{0}.num_hidden_layers=2,{0}.num_attention_heads=2"
+TINY_LLAVA = ",".join(f"{part}.{SIZES.format(part)}" for part in ("text_config", "vision_config"))
+TINY_LLAVA += ",text_config.num_key_value_heads=2,text_config.vocab_size=320,vision_feature_layer=2"
+TINY_LLAVA += ",vision_config.image_size=16,vision_config.patch_size=8"
+IMAGES_AND_TEXT = ["--model_type", "llava", "--config_overrides", TINY_LLAVA, "--block_size", "96"]
+FLAGS = {**FLAGS, "image_text": [*IMAGES_AND_TEXT, "--global_batch_size", "8", *LENGTH]}
 T4 = {"CAPABILITY": 7.5, "NAME": "Tesla T4", "GIB": 15}
 NO_DROPOUT = {
     "image_classification": "",
+    "image_text": "",
     "language_modeling": ",resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
     "text_classification": ",hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0",
 }
