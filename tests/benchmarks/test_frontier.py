@@ -40,6 +40,7 @@ def rows_of(results, model):
     return next(entry["rows"] for entry in results["models"] if entry["model"] == model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param("vgg16", marks=pytest.mark.slow), "gpt2"])
 def test_every_method_has_figures_or_a_reason(run, model):
     rows = rows_of(run[0], model)

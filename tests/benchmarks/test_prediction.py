@@ -48,6 +48,7 @@ FROZEN_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "trains", "strategy"),
     [pytest.param(*case, marks=[] if case == ("VGG", FREEZE, "full") else pytest.mark.slow) for case in FROZEN_CASES],
@@ -74,6 +75,7 @@ def errors_pct(first, last):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_prediction_is_too_low():
     assert [error for error in errors_pct(0, FAST) if not 0 <= error <= MOST_PCT] == []
 

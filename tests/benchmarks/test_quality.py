@@ -91,6 +91,7 @@ def train(*args):
     importlib.import_module("quality").run_recipe(*args)
 
 
+@pytest.mark.slow
 def test_recipes_run_once_and_are_compared(benchmark, tmp_path, monkeypatch, run_trial):
     monkeypatch.setattr(benchmark, "run_apart", lambda _, *args: run_trial(train, *args))
     flags = ["--quick", "--runs", str(tmp_path / "runs"), "--output_dir", str(tmp_path)]

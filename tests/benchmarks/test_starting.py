@@ -7,6 +7,7 @@ OF_IMAGES = {"kornia", "sklearn"}
 HEAVY = {"accelerate", "datasets", "numpy", "pandas", "rich", "scipy", "sympy", "torch", "transformers", "yaml"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most", "never"),
     [

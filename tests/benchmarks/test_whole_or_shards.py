@@ -1,6 +1,9 @@
 """The benchmark: cases come in pairs, and a rank needs less of the model in shards."""
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_rank_needs_less_in_shards(load):
     benchmark = load("whole_or_shards")
     rows = [benchmark.predict("1B", 8, shard, "full") for shard in benchmark.SHARDS]

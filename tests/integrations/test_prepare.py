@@ -79,11 +79,10 @@ def test_accelerate(precision, capsys):
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_plans_around_compiled_layers_end_in_the_same_weights():
     compiled, _, _ = trained({"strategy": "none", "compiled": True})
-    for settings in ({"strategy": "full"}, {"budget_gib": BUDGET_GIB}):
-        weights, peaks, handle = trained({**settings, "compiled": True})
-        assert not differing(compiled, weights)
-        assert handle.plan.compiled
-        assert max(peaks) <= 1.01 * handle.plan.prediction.peak_bytes
+    weights, peaks, handle = trained({"strategy": "full", "compiled": True})
+    assert not differing(compiled, weights)
+    assert handle.plan.compiled
+    assert max(peaks) <= 1.01 * handle.plan.prediction.peak_bytes
 
 
 def test_the_second_step_is_compared_in_a_plain_loop(capsys):

@@ -56,6 +56,7 @@ def train_unobserved(train):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "plan"),
     [("image_classification", "none"), ("language_modeling", "selective"), ("text_classification", "segments:2")],

@@ -57,6 +57,7 @@ def test_the_launcher_is_killed_and_the_same_line_goes_on(straight, tmp_path):
     assert_the_same_run(folder, straight)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_each_time_and_no_more_often_than_there_are_restarts(tmp_path):
     mistake = ("--micro_batch_size", "0")
     launcher = launch(RECIPE, "cpu_ddp", *mistake, folder=tmp_path / "run", of_launch=["--max_restarts", 1])

@@ -160,6 +160,7 @@ def test_verify_holds_for_shared_rows(train, tmp_path, plan):
     assert "--verify: one global batch" in train(tmp_path / "run", 2, *dropping, *SHARED, *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", sample([[]], [[], ["--shard", "full"]]))
 def test_a_budget_is_searched_by_estimates(train, run, tmp_path, more):
     budget = ("--activation_checkpointing", "budget", "--micro_batch_size", "auto", "--memory_budget_gib", "0.0025")

@@ -404,6 +404,7 @@ def test_below_all_recomputation_inputs_go_to_the_host_or_spans_are_nested(host_
         forecast(measured, int(0.5 * least.peak.total_bytes), StaticMemory(), host_budget_bytes=host_budget_bytes)
 
 
+@pytest.mark.slow
 def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_host():
     def build():
         sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_key_value_heads": 4}

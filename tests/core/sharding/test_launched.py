@@ -46,6 +46,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_curve_of_one_process(runs):
     assert curve(runs / "two") == pytest.approx(curve(runs / "one"), rel=1e-9)
     one, two = (json.loads((runs / name / "results.json").read_text()) for name in ("one", "two"))

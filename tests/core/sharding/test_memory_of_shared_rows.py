@@ -88,6 +88,7 @@ HELD_TWICE = {"none": 4, "full": 1, "full_tiled:32": 0}
 """Layers whose attention's output a step holds twice, before its exchange and after it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sample(["none"], HELD_TWICE))
 def test_a_token_takes_a_part_of_its_bytes(strategy, monkeypatch):
     """Or less: beside few tokens the chunk of the loss counts. Heads of keys that are fewer than ranks take more."""

@@ -301,6 +301,7 @@ def test_a_step_that_takes_more_reduces_every_micro_batch_before_it_is_halved(ru
         assert line.endswith(", so gradients are reduced after every micro-batch")
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_more_is_halved_under_the_same_plan(run_on_ranks, by_size):
     budget = (by_size["none"][4] + by_size["full"][4]) // 2
     ranks = run_on_ranks(partial(planned, budget_bytes=budget, too_large=4), 2)
@@ -316,6 +317,7 @@ def test_a_step_that_can_never_fit_is_refused_on_all_ranks(run_on_ranks, by_size
         assert "and the micro-batch cannot be halved: raise --memory_budget_gib above" in one["refused"]
 
 
+@pytest.mark.slow
 def test_a_budget_without_a_plan_is_refused_on_all_ranks(run_on_ranks):
     for one in run_on_ranks(partial(planned, budget_bytes=1000), 2):
         assert "is too small for any plan: the smallest that works is" in one["refused"]

@@ -168,7 +168,7 @@ def test_gradients_that_leave_need_no_room(flags: tuple[str, ...], least: int) -
     [
         ("0.72GiB", "1GiB", "step on host", ""),
         pytest.param("0.65GiB", "1GiB", "step, weights on host", "", marks=pytest.mark.slow),
-        ("0.72GiB", "0.4GiB", "step on host, bfloat16", "rounded weights"),
+        pytest.param("0.72GiB", "0.4GiB", "step on host, bfloat16", "rounded weights", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_the_host_fits_where_state_there_does_not_suffice(
@@ -204,6 +204,7 @@ def test_optimizer_state_on_the_host_fits_where_it_does_not_on_the_card(tmp_path
     assert rung["needed_bytes"] <= refused["budget_bytes"]
 
 
+@pytest.mark.slow
 def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = folder_of({**LLAMA, "intermediate_size": 4096}, tmp_path / "wide")
     words = [wide, "--length", "16384", "--global_batch_size", "2", "--memory", "1.4GiB", "--host_memory", "0.01GiB"]
@@ -222,6 +223,7 @@ def test_a_model_without_mlps_of_its_own_has_no_tiles(tmp_path: Path) -> None:
     assert any(not rung["fits"] for rung in rungs if rung["name"] == "optimizer in the backward")
 
 
+@pytest.mark.slow
 def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16}
     words = [folder_of({**LLAMA, **sizes}, tmp_path / "wide"), "--length", "64", "--global_batch_size", "1"]

@@ -324,6 +324,7 @@ def test_below_all_recomputation_a_rank_in_shards_offloads(tmp_path: Path) -> No
     assert chosen["strategy"] in (value(flags_of(found["launch"]), "--activation_checkpointing"), "budget")
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_solver_in_shards_is_launched_with_its_budget_or_from_a_file(tmp_path: Path) -> None:
     words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
     words += ["--config_overrides", "n_layer=6,n_embd=64,n_head=2", "--block_size", "1024"]
@@ -557,6 +558,7 @@ def test_what_ranks_that_share_a_row_exchange_takes_time(tmp_path: Path, capsys:
     assert slow["step_s"] - fast["step_s"] == pytest.approx(exchanges * sent_bytes * (1 / 1e9 - 1 / 2e9), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_share_rows_where_nothing_fits_otherwise(tmp_path: Path) -> None:
     alone, shared = (planned([*TWO_RANKS, *more], tmp_path) for more in (["--sequence_parallel", "1"], SHARED))
     (more,), (less,) = ([one["needed_bytes"] for one in found["candidates"][:1]] for found in (alone, shared))
@@ -612,6 +614,7 @@ def curves_over_lengths(tmp_path: Path) -> dict[str, dict]:
     return {curve["strategy"]: curve for curve in found["curves"]}
 
 
+@pytest.mark.slow
 def test_memory_over_the_length_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curves = curves_over_lengths(tmp_path)
     assert {"none", "full", "full_offload", "full_tiled", "full_tiled_offload"} <= curves.keys()

@@ -31,6 +31,7 @@ def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path
     kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1), seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [FEW_OF_THE_RECIPE, ALL_OF_THE_RECIPE], ids=lambda seeds: f"{len(seeds)} trials")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_so_does_the_recipe_with_its_default_data(run_trial, tmp_path, world, seeds):

@@ -106,6 +106,7 @@ ACCELERATE = on_two_ranks("accelerate.commands.launch")
 ONE_PROCESS = ("accelerate.commands.launch", "--cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems send no signal")
 @pytest.mark.parametrize(
     ("launcher", "shards", "number"),
