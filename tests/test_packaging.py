@@ -153,6 +153,7 @@ def test_the_wheel_alone_plans_trains_resumes_compares_and_predicts(everything, 
     assert "photo.png" in run("memsave", "predict", "out/a", "photo.png")
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_by_its_name(everything):
     done = everything.run("memsave", *PLAN, "--target", "h100", "--memory_budget_gib", "2")
     assert done.returncode == 0, done.stderr

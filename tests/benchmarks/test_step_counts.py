@@ -22,6 +22,7 @@ Path(sys.argv[1]).write_text(json.dumps([plain, ours]))
 RECIPES = ("language_modeling", "text_classification", "image_classification")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sample(["language_modeling"], RECIPES))
 def test_a_step_launches_no_more_than_that_of_a_plain_loop(on_devices, tmp_path, recipe):
     environment = on_devices(WAITS=tmp_path / "waits") | {"ACCELERATE_MIXED_PRECISION": "bf16", "OMP_NUM_THREADS": "1"}

@@ -76,6 +76,7 @@ def test_accelerate(precision, capsys):
             assert max(peaks) <= BUDGET_GIB * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_plans_around_compiled_layers_end_in_the_same_weights():
     compiled, _, _ = trained({"strategy": "none", "compiled": True})

@@ -78,6 +78,7 @@ def ending(after_step, killed_after):
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "num_ranks"),
     sample([("image_classification", 2)], [("image_classification", 1), *((recipe, 2) for recipe in FLAGS)]),

@@ -40,6 +40,7 @@ def test_two_runs_are_told_apart(launch: Callable, wandb_server: Any) -> None:
     assert wandb_server.alerts == [three_steps.ALERT] * len(names)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_recipe_are_one_run(wandb_server: Any, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     flags = ["--model", "vgg_small", "--global_batch_size", "32", "--micro_batch_size", "8", "--max_steps", "4"]

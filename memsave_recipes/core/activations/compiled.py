@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -71,9 +71,6 @@ class Region:
         options["deterministic"] = True  # no measurement decides how sums are cut, so the next run has the same bits
         self.ratio, self.required = max(ratio, SMALLEST_RATIO), required
         self._compiles: dict[type, bool] = {}
-        # To make them takes longer than a call of a compiled layer.
-        self._of_partitioner = functorch_config.patch(activation_memory_budget=self.ratio)
-        self._of_dynamo = dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS)
         self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
 
     @staticmethod
@@ -91,7 +88,8 @@ class Region:
         if not self._compiles.get(kind, True):
             return method(*args, **kwargs)
         try:
-            with self._of_partitioner, self._of_dynamo:
+            partitioner, dynamo = _settings(self.ratio)
+            with partitioner, dynamo:
                 outputs = self._run_layer(method, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise _refusal(kind, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
@@ -104,6 +102,13 @@ class Region:
             return method(*args, **kwargs)
         self._compiles[kind] = True
         return outputs
+
+
+@cache
+def _settings(ratio: float) -> tuple[Any, Any]:
+    """Make torch's settings once: that takes longer than a call of a compiled layer."""
+    of_dynamo = dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS)
+    return functorch_config.patch(activation_memory_budget=ratio), of_dynamo
 
 
 def _refusal(kind: type, reason: str) -> InputError:

@@ -106,6 +106,7 @@ def test_two_plans_at_once_keep_their_ratios():
     assert first[0] < first[1]
 
 
+@pytest.mark.slow
 def test_micro_batches_of_other_sizes(graphs):
     """Accumulated, the last one smaller: a second graph serves every size, in as little memory."""
     model, handle = compiled_gpt2(0.3)
@@ -135,7 +136,8 @@ def test_dropout_drops_what_plain_drops():
     handle.remove()
 
 
-@pytest.mark.parametrize("ratio", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_nothing_is_drawn_twice(ratio):
     """torch by itself draws again in the backward, and the gradient is that of another mask."""
 
