@@ -55,10 +55,10 @@ export PYTHONDONTWRITEBYTECODE :=  # else each process that a test launches comp
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --dist worksteal
 
-test: install  ## the tests (a quarter of an hour on 2 cores)
+test: install  ## the tests (half an hour on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
-test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 500 command lines (11 minutes)
+test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 500 command lines, launchers
 	$(PYTEST) -m slow -k 'not by_itself' tests/training/checkpoints tests/recipes/test_fuzz.py tests/recipes/test_restarts.py
 
 test-cpus: install  ## predictions and equality with the instructions of other processors (10 minutes)
@@ -97,7 +97,7 @@ OF_DEVICES := tests/core/test_losses.py tests/models/test_varlen.py tests/core/p
 	$(patsubst %,tests/recipes/test_%.py,auto_micro_batch bitwise_topology global_batchnorm image_classification) \
 	$(patsubst %,tests/recipes/test_%.py,language_modeling memory_budget not_finite observers packed_attention) \
 	$(patsubst %,tests/recipes/test_%.py,predicted_host_state text_classification verify) tests/recipes/test_resume.py::test_every_recipe
-test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++ (15 minutes on 2 cores)
+test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++
 	$(ON_STANDIN) tests/standin/test_device.py $(OF_DEVICES) -k 'not (refused or mistake or one_line or ranks or processes or 8bit)'
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py

@@ -106,6 +106,7 @@ class ImageTextRows(torch.utils.data.Dataset[dict[str, Any]]):
             self.processor,
             [row["text"] for row in rows],
             [row["images"] for row in rows],
+            padding=True,
             padding_side="right",
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
@@ -144,11 +145,12 @@ def largest_micro_batch(
             "tokens: raise it, or lower --max_pixels or --images_per_row"
         )
     row = {name: one for name, one in made.items() if isinstance(one, Tensor)}
+    behind = {"input_ids": int(processor.image_token_id == 0), "attention_mask": 1}  # any word but an image
     for name, one in row.items():
         if one.is_floating_point():
             row[name] = torch.empty(one.shape, dtype=dtype, device="meta")
         elif one.shape == (1, num_tokens):
-            row[name] = torch.nn.functional.pad(one, (0, rest), value=int(name in ("input_ids", "attention_mask")))
+            row[name] = torch.nn.functional.pad(one, (0, rest), value=behind.get(name, 0))
     row["labels"] = row["input_ids"]
     return {name: torch.cat([one] * size) for name, one in row.items()}
 

@@ -41,8 +41,8 @@ PIXELS = "pixel_values"
 
 def encoded(processor: Any, texts: list[str], images: list[list[Image.Image]], **options: Any) -> Any:
     """Return what the processor makes of rows at once: texts as the template writes them, and the images of each."""
-    of_images = {"images": images} if any(images) else {}
-    return processor(text=list(texts), padding=True, **of_images, **_special(processor, texts[0]), **options)
+    given: dict[str, Any] = {"images": images} if any(images) else {}
+    return processor(text=list(texts), **given, **_special(processor, texts[0]), **options)
 
 
 def with_replacements(text: str, replaced: Sequence[dict[str, Any]]) -> str:

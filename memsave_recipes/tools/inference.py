@@ -293,7 +293,7 @@ def _questions(processor: Any, values: list[tuple[list[Path], str]]) -> Any:
     with _time_limit(TEMPLATE_S, "the chat template"):
         texts = [render_question(processor, question, len(images)) for images, question in values]
     images = [[_decoded(path, None) for path in paths] for paths, _ in values]
-    return encoded(processor, texts, images, padding_side="left", return_tensors="pt")
+    return encoded(processor, texts, images, padding=True, padding_side="left", return_tensors="pt")
 
 
 def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Any:

@@ -1,6 +1,7 @@
 """Models of images and text as people train them: any layout and life is the same run, and others open its end."""
 
 import json
+import shutil
 from pathlib import Path
 
 import image_text_models
@@ -218,3 +219,13 @@ def test_memsave_plan_knows_the_memory_of_the_largest_rows(recipe, model):
 def test_images_that_leave_no_room_are_refused(recipe, model):
     with pytest.raises(InputError, match=r"--block_size 8: 1 images of .* are [\d,]+ tokens: raise it"):
         recipe.task(["--model_name_or_path", model, "--block_size", "8", "--output_dir", "out"]).micro_batch(1)
+
+
+def test_a_processor_without_a_padding_token_is_planned(recipe, llava, tmp_path):
+    folder = shutil.copytree(llava, tmp_path / "model")
+    config = folder / "tokenizer_config.json"
+    entries = json.loads(config.read_text())
+    config.write_text(json.dumps({name: value for name, value in entries.items() if name != "pad_token"}))
+    assert AutoProcessor.from_pretrained(folder).tokenizer.pad_token is None
+    flags = ["--model_name_or_path", str(folder), "--block_size", "64", "--output_dir", "out"]
+    assert recipe.task(flags).micro_batch(2)["labels"].shape == (2, 64)

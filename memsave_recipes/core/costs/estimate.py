@@ -158,7 +158,7 @@ class Estimator:
         return counted.by_precision
 
     def _instruments_for(self, workload: Workload, clock: SimulatedClock) -> FakeInstruments:
-        """Results of operators are shared, but for values, which differ from batch to batch."""
+        """Return those of a step; where integers have values, no results of other batches are known."""
         instruments = replace(self._instruments, clock=clock)
         if any(map(has_values, workload.batch)):
             return replace(instruments, known=KnownOperators(runs_values=True))

@@ -288,17 +288,11 @@ def choose_for_target(
         return candidates(space, estimates.of(layout, loss, plans_of_space(space, launch)), layout, loss)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
-        """Compile with each ratio, which takes seconds, only where that may bring something.
-
-        It does not where layers that save all fit, or are no faster than what fits with smaller micro-batches.
-        """
+        """Compile with each ratio, which takes seconds, only where that may bring something."""
         fastest_s = inf
         for layout in layouts:
             found = of_space(without_ratios, layout, loss)
-            keep = next((one for one in found if one.strategy == "none"), None)
-            is_slow = keep is not None and (1 + AS_FAST) * keep.step_s >= fastest_s
-            is_enough = keep is None or keep.fits or (is_slow and any(one.fits for one in found))
-            if space.strategy == "budget" and space.compiled and not is_enough:
+            if space.strategy == "budget" and space.compiled and not _are_enough(found, fastest_s):
                 found = of_space(space, layout, loss)
             fastest_s = min([fastest_s, *(one.step_s for one in found if one.fits)])
             yield found
@@ -315,6 +309,14 @@ def choose_for_target(
             return next(of_losses[loss])
 
         return search(layouts, losses, candidates_of)
+
+
+def _are_enough(found: list[Candidate], fastest_s: float) -> bool:
+    """Return whether layers that save all fit, or are no faster than what fits with smaller micro-batches."""
+    keep = next((one for one in found if one.strategy == "none"), None)
+    if keep is None or keep.fits:
+        return True
+    return (1 + AS_FAST) * keep.step_s >= fastest_s and any(one.fits for one in found)
 
 
 def plans_of_space(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:

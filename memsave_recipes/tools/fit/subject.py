@@ -123,8 +123,8 @@ def _recipe_of(word: str, config: Any) -> str:
         return LANGUAGE
     if not types and kind in KINDS[IMAGE_TEXT][1]:
         raise InputError(
-            f"MODEL {word} is a model of images and text, which is planned by its images: launch recipes/image_text.py "
-            "with --micro_batch_size auto and --activation_checkpointing budget"
+            f"MODEL {word} is a model of images and text, which fit does not compare ways for: use memsave plan "
+            f"recipes/image_text.py --model_name_or_path {word}"
         )
     if not types:
         raise InputError(
