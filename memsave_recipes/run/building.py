@@ -22,6 +22,7 @@ from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.sharding.shards import reduce_once_a_step
 from memsave_recipes.core.sharding.units import joint_blocks
 from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.core.step.memory import keeps_masters
 from memsave_recipes.core.step.settings import AUTO, REGIONS
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
 from memsave_recipes.run.folder import print_lines
@@ -142,8 +143,9 @@ class Built:
                 f"which weights under --shard {args.shard} do not take: leave --verify out, or take a plan that keeps "
                 "every bit, such as full or budget:bitwise"
             )
-        unread = slices_of(self.bare).unread
-        shard(self.trained, self.bare, plan, groups, accelerator.device, args.shard, unread)
+        device, unread = accelerator.device, slices_of(self.bare).unread
+        with_masters = keeps_masters(args, on_cpu=device.type == "cpu")
+        shard(self.trained, self.bare, plan, groups, device, args.shard, unread, with_masters=with_masters)
         let_go_of_stand_ins(self.bare)
         self._joint_blocks = joint_blocks(plan)
         accelerator.print(groups.describe())

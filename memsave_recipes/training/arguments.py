@@ -475,7 +475,6 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         reasons = {
             "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
-            f"--dtype {BFLOAT16_MASTER} has not been tried with it": self.has_masters,
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
             "--stream_weights keeps whole weights on the host": flags.get("stream_weights", "none") != "none",
             "use_dora of --lora_config measures the rows of whole weights": bool(entries.get("use_dora")),

@@ -129,7 +129,7 @@ def _masters(
 ) -> Masters | None:
     """Return those that the flags ask for."""
     if not on_host:
-        return Masters(trained) if optim.has_masters else None
+        return Masters(trained) if optim.has_masters and not is_sharded(model) else None  # whose shards are masters
     dtype = None if optim.rounds_at_random else torch.float32
     return masters_on_host(trained, _device_of(model), dtype, streamed_parameters(model))
 

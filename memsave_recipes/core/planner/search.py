@@ -32,6 +32,7 @@ from memsave_recipes.core.plans.shards import Shards
 from memsave_recipes.core.sharding.groups import ShardGroups
 from memsave_recipes.core.sharding.units import sharded_units
 from memsave_recipes.core.step.batch_layout import BatchLayout
+from memsave_recipes.core.step.memory import keeps_masters
 from memsave_recipes.core.step.settings import AUTO, OptimizerSettings, StepSettings
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
@@ -389,12 +390,13 @@ def search_space(
         bytes_per_s: that a rank sends to others.
     """
     on_cpu = device_type == "cpu"
+    with_masters = keeps_masters(optim, on_cpu=on_cpu)
 
     def in_shards(groups: ShardGroups, layout: BatchLayout) -> InShards:
         @cache
         def of_plan(plan: Plan) -> Shards:
             return shards_of(
-                sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu),
+                sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu, with_masters=with_masters),
                 optim,
                 layout,
                 num_ranks=groups.size,
@@ -413,7 +415,7 @@ def search_space(
         compiled=compiled,
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
         in_shards=None if groups is None else partial(in_shards, groups),
-        reductions=run.reductions,
+        reductions=(False,) if with_masters else run.reductions,  # whole sums would be in float32
     )
 
 

@@ -28,6 +28,7 @@ class ShardedUnit:
         gathered_bytes: of the weights.
         rounding_bytes: that a device's allocator adds to the weights, each of which has memory of its own.
         reduced_bytes: of the gradients of those that train.
+        cast_bytes: of a rank's shards in the dtype of the gathered weights, where shards have another.
         copied_bytes: of padded copies of gradients while they are reduced.
         frees_last: whether the buffer of the unit before is freed when its own is filled, and not when that is copied.
         stays: whether the weights stay between their forward and their backward.
@@ -38,6 +39,7 @@ class ShardedUnit:
     gathered_bytes: int
     reduced_bytes: int
     rounding_bytes: int = 0
+    cast_bytes: int = 0
     copied_bytes: int = 0
     frees_last: bool = False
     stays: bool = False
@@ -182,7 +184,7 @@ class _MicroBatch:
             yield self._now(before)
             self.behind = None
         self.whole.add(unit)
-        yield self._now(before)
+        yield self._now(before, unit.cast_bytes)
         self.incoming.discard(unit)
         self.behind = unit
 
@@ -231,7 +233,7 @@ class _MicroBatch:
         if unit not in self.whole:
             self.incoming.add(unit)
             self.whole.add(unit)
-            yield self._now(begin)
+            yield self._now(begin, unit.cast_bytes)
             self.incoming.discard(unit)
         self._fill_before(unit)
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import ShardGroups
-from memsave_recipes.core.sharding.tensors import first_row, local
+from memsave_recipes.core.sharding.tensors import GATHERED_DTYPE, first_row, local
 from memsave_recipes.core.sharding.units import check_parameters, units_of
 
 REDUCES_ONCE = "reduces_once_a_step"
@@ -32,6 +33,8 @@ def shard(
     device: torch.device,
     flag: str = "full",
     unread: Mapping[nn.Parameter, Rows] | None = None,
+    *,
+    with_masters: bool = False,
 ) -> None:
     """Replace the parameters of ``trained`` by shards (``DTensor``) that are gathered unit by unit as it runs.
 
@@ -44,6 +47,7 @@ def shard(
         plan: that will be applied; it joins blocks into units.
         flag: the value of ``--shard``, for errors.
         unread: the parameters, on ``device``, that stand for others: NOTE [ weights that are not there yet ].
+        with_masters: keep shards in float32: rule 5 of NOTE [ as under DDP ].
 
     Raises:
         InputError: as ``units_of``, or a parameter cannot be cut up.
@@ -51,6 +55,8 @@ def shard(
     units = units_of(model, plan, flag)
     unread = unread or {}
     check_parameters(trained, flag, unread)
+    policy = _policy_of_masters(trained, flag) if with_masters else MixedPrecisionPolicy()
+    vars(model)[GATHERED_DTYPE] = policy.param_dtype
     device = torch.device("cpu") if device.type == "cpu" else device  # torch copies what is there to a "cpu:0"
     trained.to(device)
     absent = _on_meta(trained, unread)
@@ -58,15 +64,36 @@ def shard(
     mesh = groups.mesh(device)
     for unit in units:
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        fully_shard(modules, mesh=mesh, reshard_after_forward=not unit.stays)
+        _widen(unit.modules if with_masters else ())
+        fully_shard(modules, mesh=mesh, reshard_after_forward=not unit.stays, mp_policy=policy)
         _read(unit.modules, absent, device)
-    fully_shard(trained, mesh=mesh)
+    _widen((trained,) if with_masters else ())
+    fully_shard(trained, mesh=mesh, mp_policy=policy)
     _read((trained,), absent, device)
     in_a_step = _InAStep(trained, list(trained.buffers()))
     trained.register_forward_pre_hook(in_a_step.before_forward)
     trained.register_forward_hook(_free_without_gradients)
     vars(trained)["no_sync"] = in_a_step.no_sync
     reduce_once_a_step(trained, False)
+
+
+def _policy_of_masters(trained: nn.Module, flag: str) -> MixedPrecisionPolicy:
+    """Return how float32 shards are gathered in the one dtype of the weights, and gradients reduced in float32."""
+    dtypes = {parameter.dtype for parameter in trained.parameters()}
+    if len(dtypes) > 1:
+        raise InputError(
+            f"shard {flag}: masters in shards are for weights of one dtype, and these have "
+            f"{' and '.join(sorted(map(str, dtypes)))}: take float32 with mixed precision bf16"
+        )
+    return MixedPrecisionPolicy(dtypes.pop(), torch.float32, cast_forward_inputs=False)
+
+
+def _widen(modules: Iterable[nn.Module]) -> None:
+    """Make masters of the weights that train."""
+    for module in modules:
+        for weight in module.parameters():
+            if weight.requires_grad and not isinstance(weight, DTensor):
+                weight.data = weight.data.float()
 
 
 def reduce_once_a_step(trained: nn.Module, wanted: bool) -> None:

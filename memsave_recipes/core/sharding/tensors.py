@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+GATHERED_DTYPE = "memsave_gathered_dtype"
+"""An attribute of a model in shards: the dtype of its weights where their shards are masters, else ``None``."""
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any of its parameters is in shards."""
@@ -154,7 +157,10 @@ def gathered(model: nn.Module, names: Collection[str], *, wanted: bool) -> dict[
     """Tensors of the ``state_dict`` of a model in shards, whole and on the host of the ranks where they are ``wanted``.
 
     For all ranks, which gather one tensor at a time; the others keep none. Names of one tensor share its memory.
+    Masters come in the dtype of their weights.
     """
+    dtypes = (vars(module).get(GATHERED_DTYPE) for module in model.modules())
+    dtype = next(filter(None, dtypes), None)
     named = dict(model.named_parameters(remove_duplicate=False))
     on_host: dict[int, Tensor] = {}
     result: dict[str, Tensor] = {}
@@ -164,6 +170,8 @@ def gathered(model: nn.Module, names: Collection[str], *, wanted: bool) -> dict[
         key = id(named.get(name, tensor))
         if key not in on_host:
             full = whole(tensor)
-            on_host[key] = full.to("cpu", copy=True) if wanted else torch.empty(0)  # without the rows that pad shards
+            of_weight = dtype if name in named and named[name].requires_grad else None
+            kept = full.to("cpu", of_weight or full.dtype, copy=True) if wanted else torch.empty(0)
+            on_host[key] = kept  # without the rows that pad shards
         result[name] = on_host[key]
     return result if wanted else {}

@@ -5,6 +5,7 @@ Notes: ``docs/design/sharding.md``.
 
 from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 
 import torch
@@ -66,6 +67,7 @@ def sharded_units(
     flag: str,
     *,
     on_cpu: bool,
+    with_masters: bool = False,
     ends: tuple[str, str] | None = None,
 ) -> tuple[ShardedUnit, ...]:
     """The bytes of ``units_of`` and of the root, in the order in which ``model`` registers them, the root first.
@@ -73,7 +75,9 @@ def sharded_units(
     Args:
         num_ranks: that hold the weights together.
         flag: the value of ``--shard``, for errors.
-        on_cpu: where gradients that the ranks do not divide are copied before they are reduced.
+        on_cpu: where gradients that the ranks do not divide are copied before they are reduced; of another dtype one by
+            one.
+        with_masters: whether shards, and the gradients that are reduced, are float32, whatever ``model`` is.
         ends: of a chain in which ``modules_outside_blocks`` are no parts, its first and last part, to which embeddings
             and all else then belong.
 
@@ -88,31 +92,45 @@ def sharded_units(
         names = {module: ends[0] if isinstance(module, nn.Embedding) else ends[1] for module in names}
     own = {weight for unit in units for weight in _weights(unit.modules)}
     root = [weight for weight in model.parameters() if weight not in own]
-    found = [_in_bytes(root, num_ranks, on_cpu=on_cpu)] if root else []
+    in_bytes = partial(_in_bytes, num_ranks=num_ranks, on_cpu=on_cpu, with_masters=with_masters)
+    found = [in_bytes(root)] if root else []
     for unit in units:
         parts = {blocks.get(module, names[module]) for module in unit.modules}
-        in_bytes = _in_bytes(_weights(unit.modules), num_ranks, parts, stays=unit.stays, on_cpu=on_cpu)
         has_embedding = any(isinstance(module, nn.Embedding) for module in unit.modules)
-        found.append(replace(in_bytes, takes_gradient=not has_embedding))
+        of_unit = in_bytes(_weights(unit.modules), parts=parts, stays=unit.stays)
+        found.append(replace(of_unit, takes_gradient=not has_embedding))
     return tuple(found)
 
 
 def _in_bytes(
-    weights: Iterable[nn.Parameter], num_ranks: int, parts: Iterable[str] = (), *, stays: bool = False, on_cpu: bool
+    weights: Iterable[nn.Parameter],
+    *,
+    num_ranks: int,
+    parts: Iterable[str] = (),
+    stays: bool = False,
+    on_cpu: bool,
+    with_masters: bool,
 ) -> ShardedUnit:
     weights = list(weights)
     trained = [weight for weight in weights if weight.requires_grad]
     uneven = [weight for weight in trained if weight.shape[0] % num_ranks]
+    copied = [*uneven, *(sorted(trained, key=Tensor.numel)[-1:] if with_masters else [])]
     sizes = [num_ranks * shard.nbytes for shard in largest_shards(weights, num_ranks)]
     return ShardedUnit(
         parts=frozenset(parts),
         gathered_bytes=sum(sizes),
         rounding_bytes=allocated_bytes(sizes, on_cpu=on_cpu) - sum(sizes),
-        reduced_bytes=num_ranks * shards_bytes(trained, num_ranks),
-        copied_bytes=num_ranks * shards_bytes(uneven, num_ranks) if on_cpu else 0,
+        reduced_bytes=num_ranks * shards_bytes(map(wide, trained) if with_masters else trained, num_ranks),
+        cast_bytes=shards_bytes(trained, num_ranks) if with_masters else 0,
+        copied_bytes=num_ranks * shards_bytes(copied, num_ranks) if on_cpu else 0,
         frees_last=torch.__version__ >= "2.15",
         stays=stays,
     )
+
+
+def wide(weight: Tensor) -> Tensor:
+    """Return a tensor like the float32 master of a weight, without memory."""
+    return torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device="meta")
 
 
 def shards_bytes(weights: Iterable[Tensor], num_ranks: int) -> int:

@@ -176,7 +176,8 @@ def optimizer_memory(
         updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
         return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
     waits = optim.offload_optimizer != NONE and not on_cpu
-    masters = [one for share in shares.values() for one in share if has_master(optim, one, on_cpu=on_cpu)]
+    trained = [one for share in shares.values() for one in share]
+    masters = [one for one in trained if num_ranks is None and has_master(optim, one, on_cpu=on_cpu)]
     pieces = [
         _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
         for name, share in shares.items()
@@ -207,8 +208,12 @@ def optimizer_memory(
 
 def has_master(optim: OptimizerSettings, weight: Tensor, *, on_cpu: bool) -> bool:
     """Whether a weight that trains has a float32 master on the device."""
-    stepped_there = optim.has_masters and (on_cpu or optim.offload_optimizer != "step")
-    return stepped_there and weight.element_size() < NUMBER_BYTES
+    return keeps_masters(optim, on_cpu=on_cpu) and weight.element_size() < NUMBER_BYTES
+
+
+def keeps_masters(optim: OptimizerSettings, *, on_cpu: bool) -> bool:
+    """Whether float32 masters are on the device."""
+    return optim.has_masters and (on_cpu or optim.offload_optimizer != "step")
 
 
 def as_stepped(optim: OptimizerSettings, weights: Iterable[Tensor], *, on_cpu: bool) -> list[Tensor]:

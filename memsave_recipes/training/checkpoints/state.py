@@ -37,6 +37,8 @@ from memsave_recipes.training.weight_average import WeightAverage
 PART_BYTES = 256 * MIB
 """The size of a file, about: a device's tensors are copied to the host file by file, and digests run in parallel."""
 RECORD, FROZEN = "record", "frozen"
+KERNELS = ("fused", "foreach")
+"""Entries of an optimizer's groups that change how it computes, and not what."""
 PyTree = Any
 """Tensors, dicts with keys of text or whole numbers, lists, tuples, None, truth values, numbers and text."""
 Record = dict[str, Any]
@@ -177,7 +179,7 @@ class TrainState:
             trees = {stem: read_pytree(folder, stem, mapped=not self._on_cpu, shards=shards) for stem in self.stateful}
             self._cut_up_state(trees["optimizer"])
             self._load_model(read_pytree(folder, "model", mapped=True, shards=shards))
-            _check_groups(trees["optimizer"], self.stateful["optimizer"].state_dict())
+            _settle_groups(trees["optimizer"], self.stateful["optimizer"].state_dict())
             for stem, tree in trees.items():
                 _check_numbers(tree, self.stateful[stem].state_dict(), stem)
             for stem, tree in trees.items():
@@ -267,10 +269,15 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_groups(saved: PyTree, present: PyTree) -> None:
-    """Refuse the state of another optimizer, which torch loads without an error, to fail at the next step."""
+def _settle_groups(saved: PyTree, present: PyTree) -> None:
+    """Keep the kernels of this run's optimizer: not all of them step shards.
+
+    Refuse the state of another optimizer, which torch loads without an error, to fail at the next step.
+    """
     if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
         raise ValueError("it holds the state of another optimizer")
+    for group, own in zip(saved["param_groups"], present["param_groups"], strict=True):
+        group.update({name: own[name] for name in KERNELS if name in own})
 
 
 def _check_numbers(saved: PyTree, present: PyTree, path: str) -> None:

@@ -99,6 +99,12 @@ CLASSIFIERS = {
 BUILDERS = LANGUAGE_MODELS | CLASSIFIERS
 
 
+class OptimizerOfMasters(OptimizerArguments):
+    """With ``--dtype bfloat16_master``."""
+
+    has_masters = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A step of a rank."""
@@ -125,7 +131,8 @@ class Shape:
 
     @property
     def optim(self):
-        return OptimizerArguments(optimizer=self.optimizer, weight_decay=0.1)
+        kind = OptimizerOfMasters if self.dtype == "bfloat16_master" else OptimizerArguments
+        return kind(optimizer=self.optimizer, weight_decay=0.1)
 
     @property
     def groups(self):
@@ -165,7 +172,7 @@ def predicted(shape):
     model, plan, chain, _ = _costs(shape)
     groups, static = shape.groups, static_memory(shape, model)
     shards = Shards(
-        units=sharded_units(model, plan, groups.size, shape.flag, on_cpu=True),
+        units=sharded_units(model, plan, groups.size, shape.flag, on_cpu=True, with_masters=shape.optim.has_masters),
         num_ranks=groups.size,
         num_replicas=groups.num_replicas,
         accumulates=shape.num_micro_batches > 1,
@@ -236,7 +243,7 @@ def measured_bytes(shape):
     with fake_ranks(shape.num_ranks):
         model = shape.build()
         trained, batch, plan = shape.trained(model), shape.batch(), plan_blocks(model, shape.strategy)
-        shard(trained, model, plan, shape.groups, CPU, shape.flag)
+        shard(trained, model, plan, shape.groups, CPU, shape.flag, with_masters=shape.optim.has_masters)
         reduce_once_a_step(trained, shape.reduces_once)
         optimizer = make_optimizer(shape.optim, model)
 

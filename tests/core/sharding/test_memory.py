@@ -112,6 +112,24 @@ def reduced_once():
         )
 
 
+def masters():
+    """Language models of one dtype; other settings in turns."""
+    groups = ((2, "full"), (4, "full"), (8, "full"), (4, "2"))
+    for number, (kind, (num_ranks, flag)) in enumerate(product(("llama", "tied_llama", "gpt2"), groups)):
+        rows, length = BATCHES[number % len(BATCHES)]
+        yield Shape(
+            kind=kind,
+            num_ranks=num_ranks,
+            flag=flag,
+            strategy=STRATEGIES[(number + number // 4) % len(STRATEGIES)],
+            rows=rows,
+            length=length,
+            num_micro_batches=1 + number % 3,
+            optimizer="sgd" if number % 5 == 3 else "adamw",
+            dtype="bfloat16_master",
+        )
+
+
 def most_over(shape):
     """With tiles the norm behind the layers counts as under no plan; a ReLU in place saves the output of its block."""
     if (shape.kind, shape.strategy) == ("vgg", "offload"):
@@ -123,8 +141,9 @@ IN_PARTS = list(offloading_and_tiles())
 SHORT = [Shape(kind=kind, num_ranks=2, strategy="full", rows=1, length=16) for kind in ("gpt2", "bert")]
 """Whose peak is in the backward of several embeddings, or behind it."""
 ONCE = list(reduced_once())
-ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT + ONCE
-OFTEN = [*SHAPES[::36], *OTHERS[8::11], *OF_OPTIMIZERS[::9], *IN_PARTS[::5], *ONCE[::20]]
+WITH_MASTERS = list(masters())
+ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT + ONCE + WITH_MASTERS
+OFTEN = [*SHAPES[::36], *OTHERS[8::11], *OF_OPTIMIZERS[::9], *IN_PARTS[::5], *ONCE[::20], WITH_MASTERS[4]]
 
 
 def test_there_are_sixty():
