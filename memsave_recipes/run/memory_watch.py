@@ -11,7 +11,7 @@ shapes of existing tensors. The planner's advice follows it (``failures.py``).
 
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from memsave_recipes.core.costs.breakdown import MemoryBreakdown, break_down_peak, persistent_tensors
 from memsave_recipes.core.costs.memory import SavedTensors, is_out_of_memory, read_device_use
@@ -133,7 +133,6 @@ class MemoryWatch:
     Args:
         model, optimizer: as prepared.
         settings: of the run.
-        average: tensors that count as the optimizer's state.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class MemoryWatch:
         optimizer: torch.optim.Optimizer,
         batches: GlobalBatches,
         settings: RunSettings | None,
-        average: Sequence[Tensor] = (),
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -151,7 +149,6 @@ class MemoryWatch:
         self.steps, self.layout = batches.steps, batches.layout
         self.metered_step, self.instrumented_step = full_steps(batches.steps, batches.order)
         self.settings = settings or RunSettings(folder=Path(), flags={})
-        self.average = average
         self.on_cpu = accelerator.device.type == "cpu"
         self.planned = self.settings.planned
         self.forward_meter = ForwardMeter(model)
@@ -237,7 +234,7 @@ class MemoryWatch:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        with break_down_peak(self.model, self.optimizer, self.accelerator.device, self.average) as peak:
+        with break_down_peak(self.model, self.optimizer, self.accelerator.device) as peak:
             yield
         self.breakdown = peak.breakdown
         if self.on_cpu and peak.breakdown is not None:
@@ -293,7 +290,7 @@ def _parts(watch: MemoryWatch) -> dict[str, int]:
     """Return the bytes by kind: as measured, or computed now."""
     if watch.breakdown is not None:
         return {spaced(name.removesuffix("_bytes")): size for name, size in vars(watch.breakdown).items()}
-    stays = persistent_tensors(watch.model, watch.optimizer, watch.average)
+    stays = persistent_tensors(watch.model, watch.optimizer)
     parts = {spaced(label.use.value): sum(label.storages.values()) for label in stays}
     if watch.on_cpu:
         return {**parts, "saved for the backward": watch.forward_meter.num_bytes}

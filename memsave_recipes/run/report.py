@@ -30,7 +30,6 @@ from memsave_recipes.run.trackers import sync_rows, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch.start import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
-from memsave_recipes.training.weight_average import WeightAverage
 
 COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_figure")
 """The attributes of a ``RunReport`` that a checkpoint keeps as they are."""
@@ -79,7 +78,6 @@ class RunReport:
     Args:
         model, optimizer: as prepared.
         settings: those of ``begin_run``; without them the out-of-memory page names no flags.
-        average: of the weights, if there is one.
     """
 
     def __init__(
@@ -89,14 +87,12 @@ class RunReport:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: RunSettings | None = None,
-        average: WeightAverage | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.batches = batches
         self.device = device_name(accelerator.device)
-        averages = () if average is None else tuple(average.tensors.values())
-        self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings, averages)
+        self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings)
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(accelerator, batches.order, exact=batches.layout.is_bitwise)

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.host.masters import masters_beside_weights
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.shards import callable_in_parts
 from memsave_recipes.core.step.batch_layout import Batch
@@ -93,7 +92,7 @@ class TrainingRun:
         )
         self.accelerator.print(*filter(None, self._lines(notices)), sep="\n")
         model, optimizer = prepared.model, prepared.optimizer
-        self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings, self._average)
+        self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings)
         if resumed is not None:
             self._go_on(resumed)
 
@@ -347,8 +346,7 @@ class TrainingRun:
         decay = self.args.ema_decay
         if decay is None or self.args.eval_only:
             return None
-        masters = masters_beside_weights(self.prepared.optimizer)
-        return WeightAverage(self.accelerator.unwrap_model(self.prepared.model), decay, masters)
+        return WeightAverage(self.accelerator.unwrap_model(self.prepared.model), decay, self.prepared.optimizer)
 
     def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
         """Yield what is printed before the first step."""
@@ -365,7 +363,7 @@ class TrainingRun:
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:
         prepared, folder = self.prepared, self.run.folder
         parts = prepared.model, prepared.optimizer, prepared.scheduler
-        train_state = TrainState(self.accelerator, *parts, self._average)
+        train_state = TrainState(self.accelerator, *parts, average=self._average)
         if not self.args.eval_only:
             on_main_process(self.accelerator, lambda: check_room(folder.path, train_state, self.run.flags))
         return Checkpoints(

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memsave_recipes.core.activations.streaming import stream_of
-from memsave_recipes.core.host.masters import Masters
+from memsave_recipes.core.costs.breakdown import count_as_state
+from memsave_recipes.core.host.masters import masters_beside_weights
 from memsave_recipes.core.sharding.tensors import cut_like, local, locals_of
 from memsave_recipes.core.step.memory import averaged_tensors
 
@@ -24,16 +26,19 @@ class WeightAverage:
     Args:
         model: not wrapped by DDP.
         decay: of the average in a step, in (0, 1).
-        masters: on the device, which are averaged in place of their weights.
+        optimizer: of the weights. Its masters on the device are averaged in their place, and the average counts as its
+            state.
     """
 
-    def __init__(self, model: nn.Module, decay: float, masters: Masters | None = None) -> None:
-        self._masters = masters
+    def __init__(self, model: nn.Module, decay: float, optimizer: Optimizer | None = None) -> None:
+        self._masters = masters = masters_beside_weights(optimizer)
         self.num_updates = 0
         self._model = model
         of: dict[Any, nn.Parameter] = {} if masters is None else masters.of
         self._live = {name: of.get(tensor, tensor) for name, tensor in averaged_tensors(model).items()}
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        if optimizer is not None:
+            count_as_state(optimizer, self.tensors.values())
         self._average = get_ema_multi_avg_fn(decay)
         self._is_applied = False
 

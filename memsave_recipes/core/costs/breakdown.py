@@ -34,6 +34,7 @@ from memsave_recipes.core.sharding.tensors import locals_of
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MARK = "memsave label "
+BESIDE_STATE = "memsave_beside_state"
 
 
 class Use(Enum):
@@ -161,15 +162,12 @@ class PeakOfStep:
 
 
 @contextmanager
-def break_down_peak(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, kept: Iterable[Tensor] = ()
-) -> Iterator[PeakOfStep]:
+def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[PeakOfStep]:
     """Record the uses of ``device`` at the peak of the block: a forward, a backward and an optimizer step.
 
     Args:
         model: its parameters and buffers, whether they train or not.
         optimizer: torch's own, not a wrapper of it. It may step inside the backward.
-        kept: tensors that count as its state, such as an average of the weights.
 
     Yields:
         The peak. Without a breakdown on Apple's GPUs: their allocator tells torch's profiler nothing.
@@ -178,7 +176,7 @@ def break_down_peak(
     if device.type == "mps":
         yield peak
         return
-    resident = persistent_tensors(model, optimizer, kept)
+    resident = persistent_tensors(model, optimizer)
     held_before = None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
     labels = Labels()
     with _labelling(model, optimizer, labels, device), record_allocations(labels) as events:
@@ -187,12 +185,12 @@ def break_down_peak(
     peak.breakdown = _at_the_peak(on_device, resident, held_before)
 
 
-def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Iterable[Tensor] = ()) -> list[Label]:
-    """Return the storages that outlive a step, as far as they are there now; ``kept`` as of ``break_down_peak``."""
+def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
+    """Return the storages that outlive a step, as far as they are there now."""
     return [
         Label(Use.PARAMETERS, storages_of(resident_tensors(model))),
         Label(Use.GRADIENTS, storages_of(_gradients(model))),
-        Label(Use.OPTIMIZER_STATE, storages_of(_on_device(model, [*_state(optimizer), *kept]))),
+        Label(Use.OPTIMIZER_STATE, storages_of(_on_device(model, _state(optimizer)))),
     ]
 
 
@@ -200,8 +198,14 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
     return (one.grad for one in resident_tensors(model) if one.grad is not None)
 
 
+def count_as_state(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
+    """Let ``tensors``, such as an average of the weights, count as state of an optimizer."""
+    setattr(getattr(optimizer, "optimizer", optimizer), BESIDE_STATE, list(tensors))  # Accelerate may have wrapped it
+
+
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield it, with the masters of weights in fewer bits."""
+    """Yield it, with the masters of weights in fewer bits, and what counts as state."""
+    yield from getattr(optimizer, BESIDE_STATE, ())
     masters = getattr(optimizer, "masters", None)
     yield from () if masters is None else filter(masters.is_saved, masters.of.values())
     yield from (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))

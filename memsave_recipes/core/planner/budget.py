@@ -43,7 +43,6 @@ from memsave_recipes.core.sharding.units import largest_shards
 from memsave_recipes.core.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.core.step.memory import (
     as_stepped,
-    averaged_tensors,
     clipping_bytes,
     losses_bytes,
     optimizer_memory,
@@ -199,18 +198,17 @@ def static_memory_of(
     accumulates = layout.forwards_per_step > 1
     optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
     on_host = [one for one in streamed_parameters(model) if one.requires_grad]
-    averaged, averaged_on_host = _averaged_bytes(optim, model, trained, on_host, on_cpu=on_cpu)
     on_host_alone = optim.offload_optimizer == "step" and not on_cpu
     static = StaticMemory(
-        state_bytes=optimizer.state_bytes + averaged,
+        state_bytes=optimizer.state_bytes,
         optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
         in_backward=optimizer.in_backward,
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
-        host_bytes=optimizer.host_bytes + averaged_on_host,
+        host_bytes=optimizer.host_bytes,
         awaited_bytes=optimizer.awaited_bytes,
         updated_bytes=optimizer.updated_bytes,
         updates_in_backward=optim.optimizer_in_backward,
-        device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes + averaged),
+        device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes),
         adding_bytes=0 if gradients_leave(optim, device_type) else 3 * gradients,
     )
     if num_shards is None:
@@ -228,17 +226,6 @@ def _touched_bytes(optim: OptimizerSettings, trained: Sequence[Tensor], state_by
     """What an update touches: gradients once, weights and state twice; clipping the gradients three times before."""
     weights = sum(one.nbytes for one in trained)
     return 3 * weights + 2 * state_bytes + (0 if optim.optimizer_in_backward else 3 * weights)
-
-
-def _averaged_bytes(
-    optim: OptimizerSettings, model: nn.Module, trained: Sequence[Tensor], on_host: Sequence[Tensor], *, on_cpu: bool
-) -> tuple[int, int]:
-    """The average of the weights, on the device and on the host."""
-    if optim.ema_decay is None:
-        return 0, 0
-    statistics = [one for one in averaged_tensors(model).values() if not isinstance(one, nn.Parameter)]
-    on_device = _allocated_bytes([*_without(on_host, trained), *statistics], on_cpu)
-    return on_device, sum(one.nbytes for one in on_host)
 
 
 def _with_gradients(

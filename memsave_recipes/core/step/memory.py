@@ -123,7 +123,7 @@ def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """The bytes of an optimizer's state and of its update.
+    """The bytes of an optimizer's state, an average of the weights included, and of its update.
 
     Args:
         state_bytes: of the state that stays on the device.
@@ -171,10 +171,11 @@ def optimizer_memory(
         accumulates: whether the gradients of a step are sums of several.
     """
     shares = parameters_by_optimizer(optim.optimizer, model)
+    averaged, averaged_on_host = _averaged_bytes(optim, model, num_ranks, on_cpu=on_cpu)
     if optim.offload_optimizer == "step" and not on_cpu:
-        host_bytes = _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
+        host_bytes = averaged_on_host + _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
         updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
-        return OptimizerMemory(state_bytes=0, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
+        return OptimizerMemory(state_bytes=averaged, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
     waits = optim.offload_optimizer != NONE and not on_cpu
     trained = [one for share in shares.values() for one in share]
     masters = [one for one in trained if num_ranks is None and has_master(optim, one, on_cpu=on_cpu)]
@@ -196,14 +197,29 @@ def optimizer_memory(
     if masters:
         needs.append(max(one.numel() for one in masters) * RENEWED_BYTES)
     kept = [NUMBER_BYTES * one.numel() for one in masters]
+    kept_bytes = averaged + allocated_bytes(kept, on_cpu=on_cpu)
     counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
     return OptimizerMemory(
-        state_bytes=counters + sum(piece.stays_bytes for piece in pieces) + allocated_bytes(kept, on_cpu=on_cpu),
+        state_bytes=counters + sum(piece.stays_bytes for piece in pieces) + kept_bytes,
         update_bytes=max(needs, default=0),
         in_backward=in_backward,
-        host_bytes=pinned_bytes(size for piece in pieces for size in piece.waiting),
+        host_bytes=averaged_on_host + pinned_bytes(size for piece in pieces for size in piece.waiting),
         awaited_bytes=awaited,
     )
+
+
+def _averaged_bytes(
+    optim: OptimizerSettings, model: nn.Module, num_ranks: int | None, *, on_cpu: bool
+) -> tuple[int, int]:
+    """The average of the weights: on the device, and on the host, where that of streamed weights is."""
+    if optim.ema_decay is None:
+        return 0, 0
+    on_host = {one for one in streamed_parameters(model) if one.requires_grad}
+    on_device = [one for one in averaged_tensors(model).values() if one not in on_host]
+    weights = as_stepped(optim, (one for one in on_device if isinstance(one, nn.Parameter)), on_cpu=on_cpu)
+    sizes = [part_numel(one, num_ranks or 1) * one.element_size() for one in weights]
+    sizes += [one.nbytes for one in on_device if not isinstance(one, nn.Parameter)]
+    return allocated_bytes(sizes, on_cpu=on_cpu), sum(one.nbytes for one in on_host)
 
 
 def has_master(optim: OptimizerSettings, weight: Tensor, *, on_cpu: bool) -> bool:

@@ -32,7 +32,6 @@ from memsave_recipes.core.sharding.tensors import cut_like, is_sharded, local, l
 from memsave_recipes.core.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.core.text import MIB
 from memsave_recipes.training.checkpoints.shard_files import NAME, read_shards, shards_of
-from memsave_recipes.training.weight_average import WeightAverage
 
 PART_BYTES = 256 * MIB
 """The size of a file, about: a device's tensors are copied to the host file by file, and digests run in parallel."""
@@ -106,7 +105,8 @@ class TrainState:
         accelerator: with the loss scaler, if there is one.
         model, optimizer: prepared or not.
         scheduler: any whose ``state_dict`` holds plain values, such as a ``LambdaLR``.
-        average: of the weights, if there is one.
+        others: more parts with a ``state_dict``, such as an average of the weights, by the stem of their files;
+            ``None`` where there is none.
     """
 
     def __init__(
@@ -115,15 +115,14 @@ class TrainState:
         model: nn.Module,
         optimizer: Optimizer,
         scheduler: LRScheduler,
-        average: WeightAverage | None = None,
+        **others: Any,
     ) -> None:
         self.model = accelerator.unwrap_model(model)
         self.stateful: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
         self._masters = masters_beside_weights(optimizer)
         if accelerator.scaler is not None:
             self.stateful["scaler"] = accelerator.scaler
-        if average is not None:
-            self.stateful["average"] = average
+        self.stateful |= {stem: other for stem, other in others.items() if other is not None}
         self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
         self.is_sharded = is_sharded(self.model)
         self._frozen_digest: str | None = None
@@ -199,7 +198,7 @@ class TrainState:
             match [stem, *key.split(".")]:
                 case ["optimizer", kind, number, *_] if kind in ("state", MASTERS):
                     return stepped[int(number)]
-                case ["average", "tensors", *names]:
+                case [part, "tensors", *names] if part in self.stateful:  # by the names of weights
                     return weights.get(".".join(names))
             return weights.get(key) if stem == "model" else None
 
