@@ -153,7 +153,6 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
         loss_of=partial(summed_loss, logits_of=partial(logits_of_images, pixels=pixels_for(args)), loss=loss),
         micro_batch=micro_batch,
         takes_adapters=args.architecture is None and not args.freezes,
-        stream_weights=args.stream_weights == "host",
         check_samples=checked if args.batchnorm == "local" else None,
         assumed=assumed,
     )

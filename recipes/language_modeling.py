@@ -153,7 +153,6 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not args.freezes,
-        stream_weights=args.stream_weights == "host",
         **args.losses(vocab_size),
     )
 

@@ -153,7 +153,6 @@ def describe(
         loss_of=partial(summed_loss, logits_of=logits_of_texts, loss=loss),
         micro_batch=micro_batch,
         takes_adapters=not args.freezes,
-        stream_weights=args.stream_weights == "host",
         assumed=assumed,
     )
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
 from memsave_recipes.core.step.settings import REGIONS
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
@@ -103,7 +102,7 @@ def _compiles(model: PreTrainedModel, args: Any) -> bool:
     """Tell whether layers compile by the flags, or by the plan that they name."""
     if args.compile == REGIONS or args.solves:
         return bool(args.compile == REGIONS)
-    return plan_blocks(model, str(args.activation_checkpointing)).compiles
+    return bool(args.named_plan(model).compiles)
 
 
 def stop_at(model: PreTrainedModel, token: int | None) -> None:

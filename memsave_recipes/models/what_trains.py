@@ -34,22 +34,15 @@ class TrainedPartArguments(LoraArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stream_weights != "none":
-            self._check_streaming()
+        if self.stream_weights != "none" and self.load_in_4bit:
+            raise InputError(
+                "--stream_weights host cannot move the packed weights of --load_in_4bit: leave one of them out"
+            )
 
     @property
     def freezes(self) -> bool:
         """Whether some of the weights are frozen."""
         return self.has_adapters
-
-    def _check_streaming(self) -> None:
-        asked = f"--stream_weights {self.stream_weights}"
-        if not self.freezes and getattr(self, "offload_optimizer", "none") != "step":
-            raise InputError(
-                f"{asked}: all weights train, on the device: pass --offload_optimizer step or --lora, or leave it out"
-            )
-        if self.load_in_4bit:
-            raise InputError(f"{asked} cannot move the packed weights of --load_in_4bit: leave one of them out")
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from memsave_recipes.core.activations import PlanHandle, plan_blocks
+from memsave_recipes.core.activations import PlanHandle
 from memsave_recipes.core.activations.streaming import leave_to_this_rank, place, stream_of
 from memsave_recipes.core.costs.preserve_state import preserve_state
 from memsave_recipes.core.errors import InputError
@@ -73,7 +73,7 @@ class Built:
         self.saved: Any = task.adapt(self.bare)
         if task.check_samples is not None:  # the planner leaves out micro-batches that are too small
             task.check_samples(self.bare, 2 if args.micro_batch_size == AUTO else batches.smallest_micro_batch)
-        place(self.bare, accelerator.device, streamed=task.streamed)
+        place(self.bare, accelerator.device, streamed=task.optim.streamed)
         with accelerator.autocast():  # flash attention refuses float32
             lines = None if settle is None else settle(self.bare)
             self.trained: nn.Module = task.trained(self.bare, None, accelerator.device)
@@ -136,7 +136,7 @@ class Built:
     def _shard(self, groups: ShardGroups) -> None:
         """Cut the weights up, in units of the plan that the flags name or that was found for a budget."""
         args, accelerator, found = self.run.args, self.run.accelerator, self._found
-        plan = plan_blocks(self.bare, args.activation_checkpointing) if found is None else found.forecast.plan
+        plan = args.named_plan(self.bare) if found is None else found.forecast.plan
         if args.verify == "stop" and not plan.is_bitwise:
             raise InputError(
                 f"--verify: plan {plan.strategy} rounds in another order, so it is compared with a step in float64, "
@@ -171,8 +171,8 @@ class Built:
         args, once = self.run.args, planned.reduces_once
         if joint_blocks(planned.plan) != self._joint_blocks:
             raise InputError(
-                f"--shard {args.shard}: not all blocks of --activation_checkpointing {args.activation_checkpointing} "
-                "run, so its spans are others than the units of the weights: take full"
+                f"--shard {args.shard}: not all blocks of plan {planned.plan.strategy} run, so its spans are others "
+                "than the units of the weights: take full"
             )
         reduce_once_a_step(model, once)
         self.run.flags["reduces_once"] = once

@@ -59,8 +59,7 @@ class JoinedRun:
         if self.groups is not None:
             check_precision(args.shard, accelerator.mixed_precision)
         layout = self.args.layout(accelerator.num_processes)
-        streams = self.flags.get("stream_weights") == "host"
-        check_offload(args, layout, streams=streams)
+        check_offload(args, layout)
         check_in_backward(args, layout, accelerator.mixed_precision)
 
     def global_batches(self, dataset: Any, **options: Any) -> GlobalBatches:

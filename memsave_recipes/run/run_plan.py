@@ -14,7 +14,7 @@ NOTE [ a plan by estimates ]
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import ClassVar
 
@@ -22,13 +22,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.activations.streaming import host_bytes
 from memsave_recipes.core.costs.memory import empty_cache, read_device_use
 from memsave_recipes.core.costs.targets import find_target, host_memory_rate, host_rate, target_of
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
+    StaticMemory,
     overheads_of_device,
     static_memory_of,
     usable_bytes,
@@ -89,11 +89,7 @@ def plan_run(
     if estimated is not None:
         candidate = _Estimated(accelerator, task).tried(estimated, step)
     else:
-        offloads_state = task.optim.offload_optimizer != NONE
-        rate = on_main_process(accelerator, partial(host_rate, accelerator.device)) if offloads_state else inf
-        steps_there = task.optim.offload_optimizer == "step" and accelerator.device.type != "cpu"
-        memory_rate = on_main_process(accelerator, host_memory_rate) if steps_there else inf
-        measured = _Measured(accelerator, task, step, host_budget_bytes, rate, memory_rate)
+        measured = _Measured(accelerator, task, step, host_budget_bytes)
         candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
@@ -103,14 +99,11 @@ def plan_run(
 
 def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> RunPlan:
     """Return the plan that the flags name; print the memory of the host that it and the optimizer take."""
-    accelerator, strategy = step.accelerator, task.run.activation_checkpointing or "none"
-    on_host = 0
-    optim = task.optim
-    on_hosts = offloads(strategy) or optim.offload_optimizer != NONE
-    if accelerator.device.type != "cpu" and on_hosts:
+    accelerator, on_host = step.accelerator, 0
+    if accelerator.device.type != "cpu":
         line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host_budget_bytes))
-        accelerator.print(line)
-    plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
+        accelerator.print(*filter(None, [line]))
+    plan = task.run.named_plan(step.model, step.running_blocks)
     if task.run.compiles_on(accelerator.device.type):
         plan = plan.on_compiled_layers()
     size = task.run.micro_batch_of_blocks(step.batches.layout)
@@ -118,8 +111,8 @@ def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> Run
     return RunPlan(plan, None, on_host, bool(task.run.reduces_once))
 
 
-def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> tuple[str, int]:
-    """Return a line on the host's memory that a plan and the optimizer take, and its bytes, 0 where not known.
+def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> tuple[str | None, int]:
+    """Return a line on the host's memory that a plan and the optimizer take, if any, and its bytes, 0 where not known.
 
     Raises:
         InputError: the host has less.
@@ -128,7 +121,8 @@ def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) 
     if offloads(task.run.activation_checkpointing or NONE):
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
         return predicted_host_memory(task, here, host_budget_bytes)
-    return _line_of(_optimizer_on_host(task, step.model, step.batches.layout, host_budget_bytes))
+    static = _static_memory(task, step.model, step.batches.layout)
+    return _line_of(_beside_plans(static, step.model, host_budget_bytes)) if static.host_bytes else (None, 0)
 
 
 def host_budget_of(accelerator: Accelerator, task: Task, model: nn.Module, layout: BatchLayout) -> int | None:
@@ -141,16 +135,21 @@ def host_budget_of(accelerator: Accelerator, task: Task, model: nn.Module, layou
     if there is None:
         return None
     there += host_bytes(model)
-    if task.optim.offload_optimizer == "step":
-        _line_of(_optimizer_on_host(task, model, layout, there))
+    static = _static_memory(task, model, layout)
+    if static.updated_bytes:
+        _line_of(_beside_plans(static, model, there))
     return there
 
 
-def _optimizer_on_host(task: Task, model: nn.Module, layout: BatchLayout, host_budget_bytes: int | None) -> HostUse:
-    """Return what the optimizer and streamed weights take of the host."""
+def _static_memory(task: Task, model: nn.Module, layout: BatchLayout) -> StaticMemory:
+    """Return that of a rank on an accelerator."""
     groups = ShardGroups.of(task.run.shard, layout.num_processes)
     num_shards = None if groups is None else groups.size
-    static = static_memory_of(task.optim, model, layout, num_shards=num_shards, device_type="cuda")
+    return static_memory_of(task.optim, model, layout, num_shards=num_shards, device_type="cuda")
+
+
+def _beside_plans(static: StaticMemory, model: nn.Module, host_budget_bytes: int | None) -> HostUse:
+    """Return what the optimizer and streamed weights take of the host."""
     return HostUse.beside_plans(static.host_bytes + host_bytes(model), host_budget_bytes)
 
 
@@ -312,8 +311,6 @@ class _Measured(_Planning):
 
     step: StepOnDevice
     host_budget_bytes: int | None
-    host_bytes_per_s: float
-    host_memory_bytes_per_s: float
 
     def open_layouts(self) -> list[BatchLayout]:
         """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
@@ -341,6 +338,15 @@ class _Measured(_Planning):
             return self.choose([self._smaller_layout(trial)])
         return self.chosen(choice)
 
+    @cached_property
+    def _host_rates(self) -> dict[str, float]:
+        """Measure what the optimizer's copies and updates on the host depend on, where there are any."""
+        device, layout = self.accelerator.device, self.step.batches.layout
+        static = static_memory_of(self.task.optim, self.step.model, layout, device_type=device.type)
+        copies = on_main_process(self.accelerator, partial(host_rate, device)) if static.awaited_bytes else inf
+        updates = on_main_process(self.accelerator, host_memory_rate) if static.updated_bytes else inf
+        return {"host_bytes_per_s": copies, "host_memory_bytes_per_s": updates}
+
     @property
     def _space(self) -> SearchSpace:
         device, run = self.accelerator.device, self.task.run
@@ -348,8 +354,7 @@ class _Measured(_Planning):
             budget_bytes=budget_of(run, device),
             overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
-            host_bytes_per_s=self.host_bytes_per_s,
-            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
+            **self._host_rates,
         )
         ranks = self.accelerator.num_processes
         model, optim = self.step.model, self.task.optim

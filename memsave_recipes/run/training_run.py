@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.host.step import masters_of
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.shards import callable_in_parts
 from memsave_recipes.core.step.batch_layout import Batch
@@ -142,7 +143,7 @@ class TrainingRun:
             InputError: in the first step, the loss does not depend on some weights, which DDP does not take.
         """
         model, optimizer = self.prepared.model, self.prepared.optimizer
-        if not self.step and self.args.offload_optimizer != "step":  # which takes all gradients away
+        if not self.step and masters_of(optimizer) is None:  # which take all gradients away
             check_gradients(model)
         return clip_gradients(self.args, self.accelerator, model, optimizer, max_norm)
 

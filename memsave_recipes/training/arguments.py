@@ -249,6 +249,14 @@ class RunArguments(TrackerArguments, ExactSettings):
             "--eval_only": self.eval_only,
             f"--activation_checkpointing {strategy}": strategy.partition(":")[0] in EAGER_STRATEGIES,
         }
+        is_compiled = strategy.partition(":")[0] == "compiled"
+        if is_compiled and self.batchnorm == "global":
+            raise InputError("--batchnorm global cannot be compiled: take full, or budget")
+        if self.bitwise_topology and (is_compiled or strategy == "budget"):
+            raise InputError(
+                f"--bitwise_topology: --activation_checkpointing {strategy} compiles for the shapes that a rank has "
+                "seen, in their order, and rounds accordingly: take budget:bitwise, or a plan that does not compile"
+            )
         refused = next((flag for flag, holds in refusing.items() if holds), None)
         if word == REGIONS and refused is not None:
             raise InputError(f"--compile {REGIONS} does not go with {refused}: leave one of them out")
@@ -448,8 +456,13 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
                 f"--ema_decay averages in the dtype of the weights, and --dtype {self.dtype} rounds its small changes "
                 "away: take --mixed_precision bf16 or fp16 in place of --dtype"
             )
-        has_wide_masters = self.offload_optimizer == "step" or getattr(self, "freezes", False)  # adapters are wide
-        if self.dtype == "float16" and not has_wide_masters and not self.eval_only:
+        all_train_here = self.offload_optimizer != "step" and not getattr(self, "freezes", False)
+        if self.stream_weights != "none" and all_train_here:
+            raise InputError(
+                "--stream_weights host: all weights train, on the device: pass --offload_optimizer step or --lora, or "
+                "leave it out"
+            )
+        if self.dtype == "float16" and all_train_here and not self.eval_only:  # adapters and masters are wide
             raise InputError(
                 "--dtype float16 loses small updates of weights that train: add --lora, or --offload_optimizer step, "
                 "which updates in float32, or take --mixed_precision fp16 in place of --dtype"
@@ -476,7 +489,7 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
-            "--stream_weights keeps whole weights on the host": flags.get("stream_weights", "none") != "none",
+            "--stream_weights keeps whole weights on the host": self.stream_weights != "none",
             "use_dora of --lora_config measures the rows of whole weights": bool(entries.get("use_dora")),
         }
         self._refuse_beside_shards(reasons)

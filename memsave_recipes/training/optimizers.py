@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from memsave_recipes.core.activations.streaming import stream_of, streamed_parameters
+from memsave_recipes.core.activations.streaming import ALL, stream_of, streamed_parameters
 from memsave_recipes.core.errors import InputError, require
 from memsave_recipes.core.host.masters import Masters, attach_masters
 from memsave_recipes.core.host.state import keep_state_on_host, may_leave
@@ -327,19 +327,14 @@ def check_in_backward(optim: OptimizerArguments, layout: BatchLayout, mixed_prec
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
 
 
-def check_offload(optim: OptimizerArguments, layout: BatchLayout, *, streams: bool) -> None:
+def check_offload(optim: OptimizerArguments, layout: BatchLayout) -> None:
     """Refuse what needs gradients, or the weights that are streamed, on the device.
 
-    Args:
-        streams: whether weights of layers wait on the host.
-
     Raises:
-        InputError: ``--offload_optimizer step`` with ``--stream_weights`` beside several ranks, a layout that adds up
-            all gradients first, or an average of the weights.
+        InputError: ``--offload_optimizer step`` with ``--stream_weights`` beside a layout that adds up all gradients
+            first.
     """
-    if optim.offload_optimizer != "step":
-        return
-    if streams and layout.needs_all_gradients is not None:
+    if optim.streamed == ALL and layout.needs_all_gradients is not None:
         raise InputError(
             f"--stream_weights host with --offload_optimizer step: {layout.needs_all_gradients}: leave one of them out"
         )

@@ -81,16 +81,9 @@ def test_what_the_files_did_not_hold_trains_with_the_head(tmp_path):
     assert "bert.pooler.dense.weight" in freeze(model, freeze_backbone=True)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"freeze_backbone": True, "lora": True}, "--freeze_backbone trains the head"),
-        ({"stream_weights": "host"}, "all weights train, on the device"),
-    ],
-)
-def test_contradictions(flags, message):
-    with pytest.raises(InputError, match=message):
-        ClassifierTrainingArguments(**flags)
+def test_contradictions():
+    with pytest.raises(InputError, match="--freeze_backbone trains the head"):
+        ClassifierTrainingArguments(freeze_backbone=True, lora=True)
 
 
 @pytest.mark.parametrize("flags", [{"freeze_backbone": True}, {"lora": True, "lora_rank": 2}])

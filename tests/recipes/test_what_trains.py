@@ -102,6 +102,11 @@ def test_one_rank_and_two_have_the_same_bits(train_on_ranks, tmp_path, model, pa
     assert_the_same_bits(tmp_path / "2", tmp_path / "1", 4)
 
 
+@pytest.mark.parametrize("model", ["vit"])
+def test_weights_that_train_on_the_device_are_not_streamed(refuse, model):
+    assert "--stream_weights host: all weights train, on the device" in refuse(*IMAGES, "--stream_weights", "host")
+
+
 @pytest.mark.parametrize("model", ["densenet"])
 def test_batchnorm_that_trains_is_refused_by_name(refuse, model):
     line = refuse(*DENSENET, *("--bitwise_topology", "--micro_batch_size", "2"))

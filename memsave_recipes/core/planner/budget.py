@@ -198,7 +198,7 @@ def static_memory_of(
     accumulates = layout.forwards_per_step > 1
     optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
     on_host = [one for one in streamed_parameters(model) if one.requires_grad]
-    on_host_alone = optim.offload_optimizer == "step" and not on_cpu
+    on_host_alone = optim.steps_on_host(device_type)
     static = StaticMemory(
         state_bytes=optimizer.state_bytes,
         optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
@@ -209,7 +209,7 @@ def static_memory_of(
         updated_bytes=optimizer.updated_bytes,
         updates_in_backward=optim.optimizer_in_backward,
         device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes),
-        adding_bytes=0 if gradients_leave(optim, device_type) else 3 * gradients,
+        adding_bytes=0 if on_host_alone else 3 * gradients,
     )
     if num_shards is None:
         return _with_gradients(static, optim, layout, trained, on_host, device_type)
@@ -217,7 +217,7 @@ def static_memory_of(
     frozen = largest_shards((one for one in weights if not one.requires_grad), num_shards)
     kept = _allocated_bytes([*trained, *frozen], on_cpu)
     sums = gradients if accumulates else 0
-    if gradients_leave(optim, device_type):
+    if on_host_alone:
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
     return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
 
@@ -242,7 +242,7 @@ def _with_gradients(
     reduced = _allocated_bytes(_without(on_host, trained), on_cpu)
     buckets = reduced if layout.num_processes > 1 else 0
     leaves_rank = on_host or layout.num_processes == 1
-    if gradients_leave(optim, device_type) and leaves_rank and layout.needs_all_gradients is None:
+    if optim.steps_on_host(device_type) and leaves_rank and layout.needs_all_gradients is None:
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
         leaving = host_step.LEAVING_BYTES - sums
         if layout.num_processes > 1:  # the newest one is there twice, to be averaged
@@ -260,11 +260,6 @@ def _with_gradients(
     return static
 
 
-def gradients_leave(optim: OptimizerSettings, device_type: str) -> bool:
-    """Return whether gradients leave for the host, where the optimizer steps."""
-    return optim.offload_optimizer == "step" and device_type != "cpu"
-
-
 def shards_of(
     units: tuple[ShardedUnit, ...],
     optim: OptimizerSettings,
@@ -275,7 +270,7 @@ def shards_of(
     device_type: str,
 ) -> Shards:
     """Make the shards of a step whose gradients are reduced in every micro-batch."""
-    leave = gradients_leave(optim, device_type)
+    leave = optim.steps_on_host(device_type)
     return Shards(
         units=units,
         num_ranks=num_ranks,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.core.activations import block_names, find_stacks
 from memsave_recipes.core.activations.micro_batches import tensors_in
-from memsave_recipes.core.activations.streaming import ALL, FROZEN, NONE, host_bytes
+from memsave_recipes.core.activations.streaming import ALL, NONE, host_bytes
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.core.costs.targets import Target, find_target, target_of
@@ -63,7 +63,6 @@ class Task:
         micro_batch: a micro-batch of so many samples with the largest shapes of the data, on ``meta`` but for integers
             whose values say what runs.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
-        stream_weights: whether weights of layers wait on the host.
         check_samples: raises ``InputError`` where the model, on ``meta``, does not train on so many samples at once.
         losses: the values of ``--loss`` to compare; ``(None,)`` for a recipe with one loss.
         losses_on_accelerators: in place of several ``losses``, those to compare there; empty: the same.
@@ -78,18 +77,10 @@ class Task:
     loss_of: Callable[[nn.Module, Batch], Tensor]
     micro_batch: Callable[[int], Batch]
     takes_adapters: bool = False
-    stream_weights: bool = False
     check_samples: Callable[[nn.Module, int], None] | None = None
     losses: tuple[str | None, ...] = (None,)
     losses_on_accelerators: tuple[str | None, ...] = ()
     assumed: tuple[str, ...] = ()
-
-    @property
-    def streamed(self) -> str:
-        """The weights of layers that wait on the host: of those that train, where the host steps them."""
-        if not self.stream_weights:
-            return NONE
-        return ALL if self.optim.offload_optimizer == "step" else FROZEN
 
     def losses_on(self, device_type: str) -> tuple[str | None, ...]:
         """Return the values of ``--loss`` to compare on devices of this type."""
@@ -154,8 +145,8 @@ def fake_planned_model(task: Task, target: Target) -> nn.Module:
         InputError: no weights of its layers can be streamed, where they are to be.
     """
     model = fake_model(task.planned_model)
-    if task.stream_weights and target.device_type != "cpu":
-        stream_on_target(model, trained=task.streamed == ALL)
+    if task.optim.streamed != NONE and target.device_type != "cpu":
+        stream_on_target(model, trained=task.optim.streamed == ALL)
     on_cpu = target.device_type == "cpu"
     for weight in trained_parameters(model) if not task.run.in_shards else ():
         if has_master(task.optim, weight, on_cpu=on_cpu):

@@ -3,12 +3,15 @@
 The flags of a recipe are such values (``training/arguments.py``); nothing here reads a command line.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import Field, replace
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import nn
 
-from memsave_recipes.core.plans import BUDGET_WORDS
+from memsave_recipes.core.activations import plan_blocks
+from memsave_recipes.core.activations.streaming import ALL, FROZEN
+from memsave_recipes.core.plans import BUDGET_WORDS, Plan
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import GIB, to_gib
@@ -91,6 +94,20 @@ class StepSettings:
         """Whether a plan is to be found for a budget."""
         return self.activation_checkpointing in BUDGET_WORDS
 
+    def named_plan(
+        self, model: nn.Module, running_blocks: Callable[[], Mapping[str, bool] | None] = lambda: None
+    ) -> Plan:
+        """Return the plan that the strategy names for ``model``, not compiled by ``compile``.
+
+        Args:
+            running_blocks: finds those for ``plan_blocks``, where the strategy depends on them.
+
+        Raises:
+            InputError: as ``plan_blocks``.
+        """
+        strategy = self.activation_checkpointing or "none"
+        return plan_blocks(model, strategy, None if strategy == "none" else running_blocks())
+
     @property
     def pays_to_compile(self) -> bool:
         """Whether there are steps enough for it, under ``auto``, as far as the settings say."""
@@ -125,6 +142,7 @@ class OptimizerSettings:
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
         offload_optimizer: ``none``, ``state`` waits on the host (``core/host/state.py``), or ``step``
             (``core/host/step.py``).
+        stream_weights: ``none``, or weights of layers wait on the ``host`` (``core/activations/streaming.py``).
         weight_decay: of matrices.
         momentum: of ``sgd``.
         ema_decay: of the average of the weights; ``None``: there is none.
@@ -136,12 +154,24 @@ class OptimizerSettings:
     momentum: float
     ema_decay: float | None = None
     offload_optimizer: str = NONE
+    stream_weights: Literal["none", "host"] = "none"
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def has_masters(self) -> bool:
         """Whether float32 masters of the weights are stepped (``core/host/masters.py``) where the weights are."""
         return False
+
+    @property
+    def streamed(self) -> str:
+        """The weights of layers that wait on the host: of those that train, where the host steps them."""
+        if self.stream_weights == "none":
+            return NONE
+        return ALL if self.offload_optimizer == "step" else FROZEN
+
+    def steps_on_host(self, device_type: str) -> bool:
+        """Return whether gradients leave such a device for the host, where the optimizer steps."""
+        return self.offload_optimizer == "step" and device_type != "cpu"
 
     @property
     def rounds_at_random(self) -> bool:

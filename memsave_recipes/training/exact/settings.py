@@ -58,31 +58,21 @@ class ExactSettings(StepSettings):
             global_batchnorm(model)
 
     def check_flags(self) -> None:
-        """Refuse flags that measure, compile or convert a model in another way, or depend on the number of ranks.
+        """Refuse flags that measure or convert a model in another way, or depend on the number of ranks.
 
         Raises:
             InputError: there is one.
         """
-        strategy = self.activation_checkpointing or ""
-        is_compiled = strategy.partition(":")[0] == "compiled"
-        if self.batchnorm == "global":
-            if self.micro_batch_size == AUTO:
-                raise InputError(
-                    "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
-                )
-            if is_compiled:
-                raise InputError("--batchnorm global cannot be compiled: take full, or budget")
+        if self.batchnorm == "global" and self.micro_batch_size == AUTO:
+            raise InputError(
+                "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
+            )
         if not self.bitwise_topology:
             return
         if self.micro_batch_size is None:
             raise InputError(
                 "--bitwise_topology needs the same micro-batches on any number of ranks: give --micro_batch_size a "
                 "number, or auto"
-            )
-        if strategy == "budget" or is_compiled:
-            raise InputError(
-                f"--bitwise_topology: --activation_checkpointing {strategy} compiles for the shapes that a rank has "
-                "seen, in their order, and rounds accordingly: take budget:bitwise, or a plan that does not compile"
             )
         if self.batchnorm == "sync":
             raise InputError("--bitwise_topology: --batchnorm sync normalises over the ranks: leave one of them out")
@@ -131,10 +121,7 @@ class ExactSettings(StepSettings):
         does = "compiles, and rounds by the shapes that a rank has seen"
         if plan.micro_batch_size is not None:
             does = "runs blocks in micro-batches by themselves, and adds their gradients in the order of a rank"
-        raise InputError(
-            f"--bitwise_topology: the plan of --activation_checkpointing {self.activation_checkpointing} {does}: "
-            "take a plan that does not"
-        )
+        raise InputError(f"--bitwise_topology: plan {plan.strategy} {does}: take a plan that does not")
 
     def notice(self, model: nn.Module, layout: BatchLayout) -> str | None:
         """Return a line on local BatchNorm layers, where they do not normalise the global batch as one."""

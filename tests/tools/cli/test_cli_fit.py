@@ -183,7 +183,7 @@ def test_a_step_on_the_host_fits_where_state_there_does_not_suffice(
     assert not any(rung["fits"] for rung in found["rungs"][: found["best"]])
     task = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", flags_of(best["launch"]))
     assert task.optim.offload_optimizer == "step"
-    assert task.streamed == ("all" if "weights" in name else "none")
+    assert task.optim.streamed == ("all" if "weights" in name else "none")
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Pat
     assert not rungs["LoRA"]["fits"]
     assert streamed["flags"][-2:] == ["--stream_weights", "host"]
     assert streamed["host_bytes"] > 0.5 * 2**30
-    assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).stream_weights
+    assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).optim.streamed == "frozen"
 
 
 def test_a_card_without_bfloat16_is_offered_adapters_in_float16(llama: str, tmp_path: Path) -> None:
