@@ -15,7 +15,7 @@ from memsave_recipes.core.activations.streaming import host_bytes
 from memsave_recipes.core.costs.block_costs import Workload
 from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.costs.preserve_state import running_blocks
-from memsave_recipes.core.planner.budget import plans_to_measure, workspaces_of_device
+from memsave_recipes.core.planner.budget import workspaces_of_device
 from memsave_recipes.core.planner.search import Candidate, SearchSpace
 from memsave_recipes.core.planner.trial_step import Ranks, measured_together, step_bytes
 from memsave_recipes.core.progress import ProgressBar
@@ -65,14 +65,7 @@ class StepOnDevice:
         gc.collect()  # else the batch of the size before may be freed while bytes are read
         measured = measured_together(
             partial(self._workload, layout, stacks, gradients_stay=space.static(layout).gradients_stay),
-            partial(
-                plans_to_measure,
-                space.strategy,
-                device_type=device.type,
-                compiled=space.compiled,
-                ratios=space.compiled_ratios,
-                micro_batch_size=space.micro_batch_size,
-            ),
+            space.plans_of,
             ranks,
             progress,
             device=device,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from memsave_recipes.core.activations import plan_blocks
-from memsave_recipes.core.costs.block_costs import Measurement
+from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
@@ -23,6 +23,7 @@ from memsave_recipes.core.planner.budget import (
     fits_host,
     forecast,
     least_memory,
+    plans_to_measure,
     shards_of,
     static_memory_of,
 )
@@ -233,6 +234,7 @@ class SearchSpace(Room):
 
     Args:
         strategy: with ``budget`` all plans are candidates, else only this one.
+        device_type: of the ranks.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
         compiled: whether layers compute compiled.
@@ -245,6 +247,7 @@ class SearchSpace(Room):
     """
 
     strategy: str
+    device_type: str
     static: Callable[[BatchLayout], StaticMemory]
     plan_of: Callable[[str, Mapping[str, bool]], Plan]
     plan: Plan | None = None
@@ -254,6 +257,17 @@ class SearchSpace(Room):
     micro_batch_size: int | None = None
     in_shards: Callable[[BatchLayout], InShards] | None = None
     reductions: tuple[bool, ...] = (False,)
+
+    def plans_of(self, workload: Workload) -> list[Plan]:
+        """Return the plans under which a workload has to run to know its costs; the first keeps everything."""
+        return plans_to_measure(
+            self.strategy,
+            workload,
+            device_type=self.device_type,
+            compiled=self.compiled,
+            ratios=self.compiled_ratios,
+            micro_batch_size=self.micro_batch_size,
+        )
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
         """Make the candidates of a layout by the costs of a micro-batch; none if the host was too small to measure."""
@@ -410,6 +424,7 @@ def search_space(
     return SearchSpace(
         **room.room,
         strategy=run.activation_checkpointing or "none",
+        device_type=device_type,
         static=static if groups is None else partial(static, num_shards=groups.size),
         plan_of=partial(plan_blocks, model),
         compiled=compiled,

@@ -23,7 +23,6 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     has_layers_to_compile,
     overheads_of_target,
-    plans_to_measure,
     usable_bytes,
 )
 from memsave_recipes.core.planner.search import (
@@ -276,7 +275,7 @@ def choose_for_target(
     without_ratios = space if space.plan is not None else replace(space, compiled_ratios=())
 
     def of_space(space: SearchSpace, layout: BatchLayout, loss: str | None) -> list[Candidate]:
-        return candidates(space, estimates.of(layout, loss, plans_of_space(space, launch)), layout, loss)
+        return candidates(space, estimates.of(layout, loss, space.plans_of), layout, loss)
 
     def estimated(loss: str | None) -> Iterator[list[Candidate]]:
         """Compile with each ratio, which takes seconds, only where that may bring something."""
@@ -308,18 +307,6 @@ def _are_enough(found: list[Candidate], fastest_s: float) -> bool:
     if keep is None or keep.fits:
         return True
     return (1 + AS_FAST) * keep.step_s >= fastest_s and any(one.fits for one in found)
-
-
-def plans_of_space(space: SearchSpace, launch: Launch) -> Callable[[Workload], list[Plan]]:
-    """Return what lists the plans under which a workload has to run for the strategy of ``space``."""
-    return partial(
-        plans_to_measure,
-        space.strategy,
-        device_type=launch.target.device_type,
-        compiled=space.compiled,
-        ratios=space.compiled_ratios,
-        micro_batch_size=space.micro_batch_size,
-    )
 
 
 def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:

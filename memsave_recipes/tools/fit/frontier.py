@@ -26,7 +26,6 @@ from memsave_recipes.core.planner.task import (
     Launch,
     Task,
     inputs_of,
-    plans_of_space,
     space_of,
 )
 from memsave_recipes.core.planner.trial_step import step_bytes
@@ -264,7 +263,7 @@ def speed_of(task: Task, launch: Launch, candidate: Candidate) -> Speed:
     estimates = Estimates(task, replace(launch, by_data_sheet=True))
     found = space_of(task, estimates.launch, estimates.model, candidate.budget_bytes)
     space = replace(found, plan=candidate.forecast.plan, reductions=(candidate.reduces_once,))
-    plans_of = plans_of_space(replace(space, strategy=candidate.strategy), launch)
+    plans_of = replace(space, strategy=candidate.strategy).plans_of
     (bound,) = space.candidates(estimates.of(layout, loss, plans_of), layout, loss)
     flops = estimates.model_flops(layout, loss)
     rates = {precision: count * layout.forwards_per_step / candidate.step_s for precision, count in flops.items()}
