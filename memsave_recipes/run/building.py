@@ -27,7 +27,7 @@ from memsave_recipes.core.step.settings import AUTO, REGIONS
 from memsave_recipes.models.slices import let_go_of_stand_ins, slices_of
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.joined import JoinedRun
-from memsave_recipes.run.run_plan import RunPlan, choose_by_estimates, host_budget_of, plan_run
+from memsave_recipes.run.run_plan import RunPlan, choose_by_estimates, host_of, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.tools.fit.advice import reduction_line
@@ -92,7 +92,7 @@ class Built:
             unused = self._unused_weights()
             refuse_gradients(unused)
             leave_to_this_rank(self.trained, unused)
-        self._host_budget_bytes = host_budget_of(accelerator, self.task, self.bare, batches.layout)
+        self._host = host_of(accelerator, self.task, self.bare, batches.layout)
 
     def choose_plan(self, model: nn.Module, optimizer: Optimizer) -> Plan:
         """Choose as ``Run.choose_plan`` does."""
@@ -102,7 +102,7 @@ class Built:
         self.loss_of: Callable[[Batch], Tensor] = partial(self.task.loss_of, model)
         print_lines(accelerator, *filter(None, self._notices()))
         step = StepOnDevice(accelerator, self.bare, self.batches, model, self.loss_of)
-        self.planned = plan_run(self.task, step, self._found, self._host_budget_bytes)
+        self.planned = plan_run(self.task, step, self._found, self._host)
         args.check_plan(self.planned.plan)
         if self.run.groups is not None:
             self._settle_shards(model, self.planned)

@@ -24,7 +24,7 @@ from torch import nn
 
 from memsave_recipes.core.activations.streaming import host_bytes
 from memsave_recipes.core.costs.memory import empty_cache, read_device_use
-from memsave_recipes.core.costs.targets import find_target, host_memory_rate, host_rate, target_of
+from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host, find_target, host_memory_rate, host_rate, target_of
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
@@ -68,9 +68,7 @@ class RunPlan:
     reduces_once: bool = False
 
 
-def plan_run(
-    task: Task, step: StepOnDevice, estimated: Candidate | None = None, host_budget_bytes: int | None = None
-) -> RunPlan:
+def plan_run(task: Task, step: StepOnDevice, estimated: Candidate | None = None, host: Host = UNKNOWN_HOST) -> RunPlan:
     """Find the plan that the flags ask for; show one for a budget, and run it in a trial step.
 
     Sets ``step.batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
@@ -78,18 +76,18 @@ def plan_run(
     Args:
         task: the recipe's task under this run's flags.
         estimated: the result of ``choose_by_estimates``, in whose units weights in shards have been cut up.
-        host_budget_bytes: the result of ``host_budget_of``.
+        host: the result of ``host_of``.
 
     Raises:
         InputError: no such strategy, or nothing fits in the budget.
     """
     accelerator, run = step.accelerator, task.run
     if not run.searches:
-        return _named(task, step, host_budget_bytes)
+        return _named(task, step, host)
     if estimated is not None:
         candidate = _Estimated(accelerator, task).tried(estimated, step)
     else:
-        measured = _Measured(accelerator, task, step, host_budget_bytes)
+        measured = _Measured(accelerator, task, step, host)
         candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
@@ -97,11 +95,11 @@ def plan_run(
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, candidate.host_bytes, candidate.reduces_once)
 
 
-def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> RunPlan:
+def _named(task: Task, step: StepOnDevice, host: Host) -> RunPlan:
     """Return the plan that the flags name; print the memory of the host that it and the optimizer take."""
     accelerator, on_host = step.accelerator, 0
     if accelerator.device.type != "cpu":
-        line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host_budget_bytes))
+        line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host))
         accelerator.print(*filter(None, [line]))
     plan = task.run.named_plan(step.model, step.running_blocks)
     if task.run.compiles_on(accelerator.device.type):
@@ -111,7 +109,7 @@ def _named(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> Run
     return RunPlan(plan, None, on_host, bool(task.run.reduces_once))
 
 
-def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) -> tuple[str | None, int]:
+def _host_memory(task: Task, step: StepOnDevice, host: Host) -> tuple[str | None, int]:
     """Return a line on the host's memory that a plan and the optimizer take, if any, and its bytes, 0 where not known.
 
     Raises:
@@ -120,25 +118,24 @@ def _host_memory(task: Task, step: StepOnDevice, host_budget_bytes: int | None) 
     accelerator = step.accelerator
     if offloads(task.run.activation_checkpointing or NONE):
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
-        return predicted_host_memory(task, here, host_budget_bytes)
+        return predicted_host_memory(task, here, host)
     static = _static_memory(task, step.model, step.batches.layout)
-    return _line_of(_beside_plans(static, step.model, host_budget_bytes)) if static.host_bytes else (None, 0)
+    return _line_of(_beside_plans(static, step.model, host)) if static.host_bytes else (None, 0)
 
 
-def host_budget_of(accelerator: Accelerator, task: Task, model: nn.Module, layout: BatchLayout) -> int | None:
-    """Return a rank's memory of the host before the optimizer takes any, with what streamed weights have taken.
+def host_of(accelerator: Accelerator, task: Task, model: nn.Module, layout: BatchLayout) -> Host:
+    """Return a rank's host before the optimizer takes any of it, with what streamed weights have taken.
 
     Raises:
         InputError: the optimizer takes more at once.
     """
     there = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
     if there is None:
-        return None
-    there += host_bytes(model)
-    static = _static_memory(task, model, layout)
+        return UNKNOWN_HOST
+    host, static = Host(there + host_bytes(model)), _static_memory(task, model, layout)
     if static.updated_bytes:
-        _line_of(_beside_plans(static, model, there))
-    return there
+        _line_of(_beside_plans(static, model, host))
+    return host
 
 
 def _static_memory(task: Task, model: nn.Module, layout: BatchLayout) -> StaticMemory:
@@ -148,13 +145,13 @@ def _static_memory(task: Task, model: nn.Module, layout: BatchLayout) -> StaticM
     return static_memory_of(task.optim, model, layout, num_shards=num_shards, device_type="cuda")
 
 
-def _beside_plans(static: StaticMemory, model: nn.Module, host_budget_bytes: int | None) -> HostUse:
+def _beside_plans(static: StaticMemory, model: nn.Module, host: Host) -> HostUse:
     """Return what the optimizer and streamed weights take of the host."""
-    return HostUse.beside_plans(static.host_bytes + host_bytes(model), host_budget_bytes)
+    return HostUse.beside_plans(static.host_bytes + host_bytes(model), host)
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:
-    if use.there is not None and use.num_bytes > use.there:
+    if not use.host.holds(use.num_bytes):
         raise use.too_small
     return use.line, use.num_bytes
 
@@ -187,9 +184,7 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
     return usable_bytes(use.total_bytes - use.others_bytes, device.type)
 
 
-def predicted_host_memory(
-    task: Task, here: Callable[[], Launch], host_budget_bytes: int | None = None
-) -> tuple[str, int]:
+def predicted_host_memory(task: Task, here: Callable[[], Launch], host: Host = UNKNOWN_HOST) -> tuple[str, int]:
     """Return a line on the host's memory that offloading takes, and its bytes, 0 where not known.
 
     They are estimates, as a named strategy is not measured.
@@ -198,7 +193,7 @@ def predicted_host_memory(
         InputError: the host has less.
     """
     try:
-        launch = replace(here(), host_budget_bytes=host_budget_bytes)
+        launch = replace(here(), host_budget_bytes=host.budget_bytes)
         (candidate,) = choose_for_target(_of_flags(task), launch, launch.target.memory_bytes).candidates
     except Exception as unknown:  # fake tensors cannot run every model; a missing prediction must not stop the run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})", 0
@@ -310,7 +305,7 @@ class _Measured(_Planning):
     """Plans by costs that are measured on the ranks; where memory is too small to measure, by estimates."""
 
     step: StepOnDevice
-    host_budget_bytes: int | None
+    host: Host
 
     def open_layouts(self) -> list[BatchLayout]:
         """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
@@ -339,13 +334,13 @@ class _Measured(_Planning):
         return self.chosen(choice)
 
     @cached_property
-    def _host_rates(self) -> dict[str, float]:
-        """Measure what the optimizer's copies and updates on the host depend on, where there are any."""
+    def _measured_host(self) -> Host:
+        """Return the host with the rates of the optimizer's copies and updates there, where there are any."""
         device, layout = self.accelerator.device, self.step.batches.layout
         static = static_memory_of(self.task.optim, self.step.model, layout, device_type=device.type)
         copies = on_main_process(self.accelerator, partial(host_rate, device)) if static.awaited_bytes else inf
         updates = on_main_process(self.accelerator, host_memory_rate) if static.updated_bytes else inf
-        return {"host_bytes_per_s": copies, "host_memory_bytes_per_s": updates}
+        return replace(self.host, bytes_per_s=copies, memory_bytes_per_s=updates)
 
     @property
     def _space(self) -> SearchSpace:
@@ -353,8 +348,7 @@ class _Measured(_Planning):
         room = Room(
             budget_bytes=budget_of(run, device),
             overheads=overheads_of_device(device),
-            host_budget_bytes=self.host_budget_bytes,
-            **self._host_rates,
+            host=self._measured_host,
         )
         ranks = self.accelerator.num_processes
         model, optim = self.step.model, self.task.optim
@@ -379,7 +373,7 @@ class _Measured(_Planning):
                 open_size = run.micro_batch_size
             run = replace(run, micro_batch_size=open_size, activation_checkpointing=space.strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
-            launch = replace(launch, host_budget_bytes=self.host_budget_bytes)
+            launch = replace(launch, host_budget_bytes=self.host.budget_bytes)
             return choose_for_target(_of_flags(self.task, run), launch, space.budget_bytes)
 
         try:

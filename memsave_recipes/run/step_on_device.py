@@ -70,7 +70,7 @@ class StepOnDevice:
             progress,
             device=device,
             num_blocks=sum(map(len, stacks)) if space.strategy != "none" else 1,
-            host_budget_bytes=space.host_budget_bytes,
+            host=space.host,
         )
         if measured is None:
             return []

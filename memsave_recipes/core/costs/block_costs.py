@@ -33,6 +33,7 @@ from memsave_recipes.core.activations.offload import unpinned_after
 from memsave_recipes.core.activations.streaming import StreamedLayer, ahead_bytes, nothing_ahead, resident_tensors
 from memsave_recipes.core.costs.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.core.costs.step_trace import StepTrace, chain_of, most_offloaded_bytes
+from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host
 from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter, Part, StepTracer, storages_in
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan, Span
@@ -159,7 +160,7 @@ def measure(
     plans: Sequence[Plan],
     *,
     instruments: DeviceInstruments | None = None,
-    host_budget_bytes: int | None = None,
+    host: Host = UNKNOWN_HOST,
     on_run: Callable[[], Any] = lambda: None,
     most_s: float = MOST_S,
 ) -> Measurement:
@@ -171,7 +172,7 @@ def measure(
         plans: the first keeps everything; each of the others has all blocks under one other action.
         instruments: by default those of the device. ``FakeInstruments`` read a model of fake tensors, which is made and
             run under ``torch._subclasses.FakeTensorMode``.
-        host_budget_bytes: of the host, for offloaded tensors; where these take more, offloading is no option.
+        host: where offloaded tensors take more than it has, offloading is no option.
         on_run: is called after every run, and for every run that was not needed.
         most_s: after so many seconds no round is added: rule 2 of NOTE [ rounds ].
 
@@ -184,7 +185,7 @@ def measure(
     with preserve_state(workload.model, device), without_layerdrop(workload.model), unpinned_after(device):
         traces: dict[_Run, StepTrace] = {}
         for plan in plans:
-            if not _fits_host(plan, traces, host_budget_bytes):
+            if not _fits(host, plan, traces):
                 continue
             run = _Run(workload, plan, instruments, on_run)
             try:
@@ -293,11 +294,9 @@ def _comparable(value: Any) -> Hashable:
     return _form(value) if isinstance(value, Tensor) else id(value)
 
 
-def _fits_host(plan: Plan, traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
+def _fits(host: Host, plan: Plan, traces: dict["_Run", StepTrace]) -> bool:
     """Return whether the host has memory for all that ``plan`` moves, by the trace of the baseline, the first plan."""
-    if host_budget_bytes is None or not plan.offloads:
-        return True
-    return most_offloaded_bytes(next(iter(traces.values())), way_of(plan)[0]) <= host_budget_bytes
+    return not plan.offloads or host.holds(most_offloaded_bytes(next(iter(traces.values())), way_of(plan)[0]))
 
 
 def way_of(plan: Plan) -> Way:
@@ -388,7 +387,7 @@ def measure_in_groups(
     plans: Sequence[Plan],
     num_groups: int,
     *,
-    host_budget_bytes: int | None = None,
+    host: Host = UNKNOWN_HOST,
     on_run: Callable[[], Any] = lambda: None,
 ) -> Measurement:
     """Measure the blocks in ``num_groups`` groups, which takes so many times the runs of ``measure``.
@@ -396,11 +395,11 @@ def measure_in_groups(
     A group is every ``num_groups``-th block, so that the groups take about as much memory as each other.
     """
     if num_groups == 1:
-        return measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
+        return measure(workload, plans, host=host, on_run=on_run)
     names = [name for stack in workload.stacks for name in stack]
     groups = [frozenset(names[first::num_groups]) for first in range(num_groups)]
     of_groups = [[_of_group(plan, group) for plan in plans] for group in groups]
-    share = partial(measure, host_budget_bytes=host_budget_bytes, on_run=on_run, most_s=MOST_S / num_groups)
+    share = partial(measure, host=host, on_run=on_run, most_s=MOST_S / num_groups)
     found = [share(workload, one) for one in of_groups]
     return MeasuredInGroups(workload, found[0].traces, found[0].kinds, groups=groups, of_groups=found)
 

@@ -92,6 +92,28 @@ def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     return from_value if high <= low else from_value + (to_value - from_value) * (at - low) / (high - low)
 
 
+@dataclass(frozen=True)
+class Host:
+    """What a rank's host has for tensors that leave the device.
+
+    Args:
+        budget_bytes: of memory; ``None`` where it is not known.
+        bytes_per_s: between the device and the host, one way.
+        memory_bytes_per_s: that the host reads and writes.
+    """
+
+    budget_bytes: int | None = None
+    bytes_per_s: float = inf
+    memory_bytes_per_s: float = inf
+
+    def holds(self, num_bytes: int) -> bool:
+        """Return whether the host has memory for so much; assumed where it is not known."""
+        return self.budget_bytes is None or num_bytes <= self.budget_bytes
+
+
+UNKNOWN_HOST = Host()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """The properties of a device that an estimate needs.

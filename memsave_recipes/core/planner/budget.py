@@ -23,7 +23,7 @@ from memsave_recipes.core.activations.streaming import stream_of, streamed_param
 from memsave_recipes.core.activations.tiles import find_mlps
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.memory import read_device_use
-from memsave_recipes.core.costs.targets import Target
+from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host, Target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host import step as host_step
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
@@ -535,7 +535,7 @@ def forecast(
     static: StaticMemory,
     *,
     missed_bytes: int = 0,
-    host_budget_bytes: int | None = None,
+    host: Host = UNKNOWN_HOST,
     joins: bool = True,
 ) -> Forecast:
     """Find the fastest plan whose predicted peak stays below ``budget_bytes``.
@@ -545,7 +545,7 @@ def forecast(
 
     Args:
         missed_bytes: by which an earlier prediction was too low: kept free, where the reserve is less.
-        host_budget_bytes: memory of the host for offloading; ``None`` where it is not known.
+        host: has to have the memory that is offloaded to.
         joins: whether blocks may recompute together.
 
     Raises:
@@ -568,17 +568,17 @@ def forecast(
             errors[smallest_feasible(reserved)] = error
         else:
             is_best = best is None or found.surely_added_s < best.surely_added_s - MIN_GAIN * best.baseline_s
-            if is_best and fits_host(found, host_budget_bytes):
+            if is_best and host.holds(found.host_bytes):
                 best = found
     if best is None and not errors:
-        there = format_bytes(host_budget_bytes or 0)
+        there = format_bytes(host.budget_bytes or 0)
         raise InputError(f"the host has {there} available, and every plan takes more of its memory")
     if best is None:
         raise errors[min(errors)]
     return best
 
 
-def least_memory(measurement: Measurement, static: StaticMemory, host_budget_bytes: int | None = None) -> Forecast:
+def least_memory(measurement: Measurement, static: StaticMemory, host: Host = UNKNOWN_HOST) -> Forecast:
     """Find the plan with the lowest predicted peak among those that the host has memory for, if there are any."""
     chains = [static.added_to(chain) for chain in _chains(measurement)]
     smallest = sorted(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
@@ -586,13 +586,8 @@ def least_memory(measurement: Measurement, static: StaticMemory, host_budget_byt
     def least(num_bytes: int, chain: Chain) -> Forecast:
         return Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain)
 
-    found = (one for pair in smallest if fits_host(one := least(*pair), host_budget_bytes))
+    found = (one for pair in smallest if host.holds((one := least(*pair)).host_bytes))
     return next(found, None) or least(*smallest[0])
-
-
-def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
-    """Return whether the host has the memory that is offloaded to; assumed where the host is not known."""
-    return host_budget_bytes is None or found.host_bytes <= host_budget_bytes
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:

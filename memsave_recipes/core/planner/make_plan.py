@@ -23,6 +23,7 @@ from memsave_recipes.core.activations.blocks import named_stack
 from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.preserve_state import running_blocks
+from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.state import is_on_host, kind_of, pieces_of, waits
 from memsave_recipes.core.host.step import masters_of
@@ -231,7 +232,7 @@ def _planned(
     device, ratios, missed_bytes = workload.device, COMPILED_RATIOS, 0
     if not any(workload.stacks):
         raise InputError(f"strategy {strategy}: {type(workload.model).__name__} has no blocks for it; use none")
-    host_budget_bytes = usable_host_bytes(device)
+    host = Host(usable_host_bytes(device))
 
     @cache
     def measured(ratios: tuple[float, ...]) -> Measurement:
@@ -241,7 +242,7 @@ def _planned(
     for _ in range(MAX_TRIALS):
         costs = measured(ratios)
         choose = partial(forecast, costs, budget_bytes, static, missed_bytes=missed_bytes)
-        found = ranks.of_first(partial(choose, host_budget_bytes=host_budget_bytes))
+        found = ranks.of_first(partial(choose, host=host))
         tried = ranks.attempt(partial(step_bytes, found, static, workload.model, workload.forward, device))
         if tried is None:
             raise torch.OutOfMemoryError(
@@ -271,7 +272,7 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ran
         progress,
         device=workload.device,
         num_blocks=sum(map(len, workload.stacks)),
-        host_budget_bytes=usable_host_bytes(workload.device),
+        host=Host(usable_host_bytes(workload.device)),
     )
     if measured is None:
         raise torch.OutOfMemoryError("measuring this batch ran out of memory. Make it smaller")

@@ -13,6 +13,7 @@ from torch import nn
 
 from memsave_recipes.core.activations import plan_blocks
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
+from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
@@ -20,7 +21,6 @@ from memsave_recipes.core.planner.budget import (
     Forecast,
     InShards,
     StaticMemory,
-    fits_host,
     forecast,
     least_memory,
     plans_to_measure,
@@ -44,22 +44,17 @@ MOST_TRIES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a rank has: memory of its device and of its host, and their rates.
+    """What a rank has: memory of its device, and its host.
 
     Args:
         budget_bytes: of the device, overheads included.
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
-        host_budget_bytes: memory of the host for offloading; ``None`` where it is not known.
-        host_bytes_per_s: between the device and the host, one way.
-        host_memory_bytes_per_s: that the host reads and writes.
         memory_bytes_per_s: that the device reads and writes.
     """
 
     budget_bytes: int
     overheads: Mapping[str, int] = field(default_factory=dict)
-    host_budget_bytes: int | None = None
-    host_bytes_per_s: float = inf
-    host_memory_bytes_per_s: float = inf
+    host: Host = UNKNOWN_HOST
     memory_bytes_per_s: float = inf
 
     @property
@@ -117,7 +112,7 @@ class Candidate(Room):
     @property
     def fits_host(self) -> bool:
         """Whether the host has that much, or is not known."""
-        return fits_host(self.forecast, self.host_budget_bytes)
+        return self.host.holds(self.host_bytes)
 
     @property
     def step_s(self) -> float:
@@ -136,12 +131,12 @@ class Candidate(Room):
         """Seconds of a step in which the device waits for optimizer state, or for the host's step: an estimate."""
         beside_s = sum(block.backward_s for block in self.forecast.chain.blocks)
         exposed_s = self.update_s - (beside_s if self.static.updates_in_backward else 0)
-        return self.static.awaited_bytes / self.host_bytes_per_s + max(0.0, exposed_s)
+        return self.static.awaited_bytes / self.host.bytes_per_s + max(0.0, exposed_s)
 
     @property
     def update_s(self) -> float:
         """Seconds in which the host steps, if it does: an estimate."""
-        return self.static.updated_bytes / self.host_memory_bytes_per_s
+        return self.static.updated_bytes / self.host.memory_bytes_per_s
 
     @property
     def communication_s(self) -> tuple[float, float]:
@@ -356,7 +351,7 @@ class SearchSpace(Room):
                         measurement,
                         free_bytes,
                         without_gradients,
-                        host_budget_bytes=self.host_budget_bytes,
+                        host=self.host,
                         joins=joins,
                     ).plan
                     found = self._with(plan, measurement, static, in_shards)
@@ -378,10 +373,10 @@ class SearchSpace(Room):
                 budget_bytes,
                 static,
                 missed_bytes=self.missed_bytes,
-                host_budget_bytes=self.host_budget_bytes,
+                host=self.host,
             )
         except InputError:
-            return least_memory(measurement, static, self.host_budget_bytes)
+            return least_memory(measurement, static, self.host)
 
 
 def search_space(

@@ -18,7 +18,7 @@ from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.activations.streaming import ALL, NONE, host_bytes
 from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.estimate import Estimator, fake_batch, fake_model, stream_on_target
-from memsave_recipes.core.costs.targets import Target, find_target, target_of
+from memsave_recipes.core.costs.targets import Host, Target, find_target, target_of
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     has_layers_to_compile,
@@ -315,9 +315,7 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
     room = Room(
         budget_bytes=budget_bytes,
         overheads=overheads_of_target(target),
-        host_budget_bytes=launch.host_budget_bytes,
-        host_bytes_per_s=target.host_bytes_per_s,
-        host_memory_bytes_per_s=target.host_memory_bytes_per_s,
+        host=Host(launch.host_budget_bytes, target.host_bytes_per_s, target.host_memory_bytes_per_s),
         memory_bytes_per_s=launch.rates.bytes_per_s,
     )
     return search_space(

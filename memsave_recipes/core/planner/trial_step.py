@@ -22,6 +22,7 @@ from memsave_recipes.core.costs.preserve_state import (
     preserve_state,
     without_layerdrop,
 )
+from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import Forecast, StaticMemory
@@ -106,7 +107,7 @@ def measured_together(
     *,
     device: torch.device,
     num_blocks: int,
-    host_budget_bytes: int | None,
+    host: Host,
 ) -> Measurement | None:
     """Measure all blocks in one group, or in twice as many until no rank has too little memory.
 
@@ -117,16 +118,14 @@ def measured_together(
         plans_of: the plans to measure.
         progress: of the forwards and backwards.
         num_blocks: groups at most.
-        host_budget_bytes: as of ``measure``.
+        host: as of ``measure``.
     """
 
     def measure(num_groups: int) -> Measurement:
         workload = workload_of()
         plans = plans_of(workload)
         progress.total = (progress.total or 0) + num_groups * num_runs(plans)
-        return measure_in_groups(
-            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
-        )
+        return measure_in_groups(workload, plans, num_groups, host=host, on_run=progress.update)
 
     num_groups = 1
     while (measured := ranks.attempt(partial(measure, num_groups))) is None:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.planner.task import Launch, Task, choose_for_target
@@ -117,7 +118,7 @@ def _flags(candidate: Candidate) -> str:
 
 @dataclass(frozen=True)
 class HostUse:
-    """What a rank moves to its host, and how much of that there is; ``None`` where it is not known.
+    """What a rank moves to its host.
 
     Args:
         flags: that move it.
@@ -126,32 +127,32 @@ class HostUse:
 
     flags: list[str]
     num_bytes: int
-    there: int | None
+    host: Host
     ways: list[str]
 
     @classmethod
     def of(cls, candidate: Candidate) -> "HostUse":
         """Return that of a candidate: of its plan and its optimizer."""
-        static, there = candidate.static, candidate.host_budget_bytes
-        found = cls([], 0, there, [])
+        static, host = candidate.static, candidate.host
+        found = cls([], 0, host, [])
         if static.host_bytes:
-            found = cls.beside_plans(static.host_bytes, there)
+            found = cls.beside_plans(static.host_bytes, host)
         flags, ways = found.flags, found.ways
         if candidate.forecast.plan.offloads or not flags:
             flags = [f"--activation_checkpointing {candidate.strategy}", *flags]
             ways = ["full", "a smaller --micro_batch_size", *ways]
-        return cls(flags, candidate.host_bytes, there, ways)
+        return cls(flags, candidate.host_bytes, host, ways)
 
     @classmethod
-    def beside_plans(cls, optimizer_bytes: int, there: int | None) -> "HostUse":
+    def beside_plans(cls, optimizer_bytes: int, host: Host) -> "HostUse":
         """Return that of an optimizer."""
         ways = ["--offload_optimizer none", "an optimizer with less state"]
-        return cls(["--offload_optimizer"], optimizer_bytes, there, ways)
+        return cls(["--offload_optimizer"], optimizer_bytes, host, ways)
 
     @property
     def too_small(self) -> InputError:
         """The error for a host that has less."""
-        moved, there = format_bytes(self.num_bytes), format_bytes(self.there or 0)
+        moved, there = format_bytes(self.num_bytes), format_bytes(self.host.budget_bytes or 0)
         ways = ", or ".join([", ".join(self.ways[:-1]), self.ways[-1]] if self.ways[1:] else self.ways)
         return InputError(
             f"{' '.join(self.flags)}: a rank would move {moved} to its host, which has {there} available for it: "
@@ -161,7 +162,8 @@ class HostUse:
     @property
     def line(self) -> str:
         """How much it is, for people."""
-        of = "" if self.there is None else f", of {format_bytes(self.there)} that are available to it"
+        there = self.host.budget_bytes
+        of = "" if there is None else f", of {format_bytes(there)} that are available to it"
         return f"{' '.join(self.flags)}: at most {format_bytes(self.num_bytes)} of the host's memory for a rank{of}"
 
 

@@ -214,7 +214,7 @@ def fits_text(candidate: Candidate) -> str:
     """Return ``yes``, or by how much the candidate is too large."""
     over_bytes = candidate.needed_bytes - candidate.budget_bytes
     if not candidate.fits and over_bytes <= 0:
-        return f"no, host +{format_bytes(candidate.host_bytes - (candidate.host_budget_bytes or 0))}"
+        return f"no, host +{format_bytes(candidate.host_bytes - (candidate.host.budget_bytes or 0))}"
     return "yes" if candidate.fits else f"no, +{format_bytes(over_bytes)}"
 
 

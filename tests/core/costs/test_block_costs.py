@@ -20,6 +20,7 @@ from memsave_recipes.core.activations.offload import OffloadEngine
 from memsave_recipes.core.activations.spans import RUN
 from memsave_recipes.core.costs.block_costs import measure
 from memsave_recipes.core.costs.fake_step import FakeInstruments, Workspaces
+from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.costs.trace_events import DeviceInstruments
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Span, plan_for
@@ -489,4 +490,4 @@ def test_offloading_is_not_tried_where_the_host_has_no_memory_for_it():
     inputs = 2 * 1024 * 512 * 4 * 9 // 8  # of two: the batch is the first one's
     saved = 5 * 1024 * 512 * 4 * 9 // 8  # and three products
     for host_budget_bytes, count in ((None, 3), (saved, 3), (saved - 1, 2), (inputs, 2), (inputs - 1, 1)):
-        assert len(measure(workload, plans, host_budget_bytes=host_budget_bytes).traces) == count
+        assert len(measure(workload, plans, host=Host(host_budget_bytes)).traces) == count

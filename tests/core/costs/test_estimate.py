@@ -22,7 +22,7 @@ from memsave_recipes.core.activations.offload import OffloadEngine
 from memsave_recipes.core.activations.spans import RUN
 from memsave_recipes.core.costs import estimate, fake_step
 from memsave_recipes.core.costs.estimate import cuda_kernels, cuda_workspace, fake_batch, fake_model
-from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.costs.targets import Host, find_target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.core.plans import Action, plan_for
@@ -394,14 +394,14 @@ def test_below_all_recomputation_inputs_go_to_the_host_or_spans_are_nested(host_
     workload = workload_of(model, lambda model, batch: model(batch["x"]).sum(), batch)
     measured = estimate_on_target(workload, plans_to_measure("budget:bitwise", workload, device_type="cuda"), A100)
     one_level = smallest_feasible(measured.chain())
-    least = least_memory(measured, StaticMemory(), host_budget_bytes)
+    least = least_memory(measured, StaticMemory(), Host(host_budget_bytes))
     assert least.peak.total_bytes < 0.9 * one_level
     assert bool(least.host_bytes) == (host_budget_bytes is None)
-    found = forecast(measured, int(0.95 * one_level), StaticMemory(), host_budget_bytes=host_budget_bytes)
+    found = forecast(measured, int(0.95 * one_level), StaticMemory(), host=Host(host_budget_bytes))
     assert found.peak.total_bytes <= 0.95 * one_level
     assert found.plan.blocks_under(Action.RECOMPUTE_NESTED) or found.host_bytes > 0
     with pytest.raises(InputError, match="too small for any plan"):
-        forecast(measured, int(0.5 * least.peak.total_bytes), StaticMemory(), host_budget_bytes=host_budget_bytes)
+        forecast(measured, int(0.5 * least.peak.total_bytes), StaticMemory(), host=Host(host_budget_bytes))
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from memsave_recipes.core.activations.streaming import (
     streamed_parameters,
 )
 from memsave_recipes.core.costs.preserve_state import preserve_state
+from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host import state as host_state
 from memsave_recipes.core.host import step as host_step
@@ -418,9 +419,9 @@ def test_a_host_that_is_too_small_is_refused_before_masters_are_made(monkeypatch
     task = SimpleNamespace(run=SimpleNamespace(shard=None), optim=settings(offload="step"))
     accelerator, layout = Accelerator(cpu=DEVICE.type == "cpu"), BatchLayout.of(8, 4, 1)
     with pytest.raises(InputError, match=r"--offload_optimizer: a rank would move .* to its host, which has 1 KiB"):
-        run_plan.host_budget_of(accelerator, task, make_model(), layout)
+        run_plan.host_of(accelerator, task, make_model(), layout)
     task.optim = settings(offload="state")  # which takes memory when it is made
-    assert run_plan.host_budget_of(accelerator, task, make_model(), layout) == 2**10
+    assert run_plan.host_of(accelerator, task, make_model(), layout) == Host(2**10)
 
 
 class CountedCopies(CopiesInOrder):

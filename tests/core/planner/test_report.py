@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from chains import block, option
 
+from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.planner.budget import Forecast, StaticMemory
 from memsave_recipes.core.planner.search import Candidate, Choice
 from memsave_recipes.core.plans import Action, plan_for
@@ -128,7 +129,7 @@ def test_the_host_is_a_column_and_a_line_where_something_is_offloaded(capsys: py
     moves = replace(chain.blocks[0].options[0], action=Action.OFFLOAD, saved_bytes=0, saves_input=False)
     blocks = tuple(replace(block, options=(*block.options, moves)) for block in chain.blocks)
     forecast = Forecast(plan=plan_for("offload", [chain.decided_names]), chain=replace(chain, blocks=blocks))
-    show_choice(Choice(candidates=(replace(plain, forecast=forecast, host_budget_bytes=64 * MIB), plain)))
+    show_choice(Choice(candidates=(replace(plain, forecast=forecast, host=Host(64 * MIB)), plain)))
     out = capsys.readouterr().out
     assert "host" in out.splitlines()[1]
     (row,) = [line for line in out.splitlines() if " x " in line and "offload" in line]

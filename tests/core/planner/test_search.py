@@ -10,7 +10,7 @@ from torch import nn
 
 from memsave_recipes.core.activations.streaming import WeightStream, stream_weights
 from memsave_recipes.core.costs.block_costs import Workload
-from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.costs.targets import Host, find_target
 from memsave_recipes.core.planner.budget import (
     Forecast,
     StaticMemory,
@@ -129,7 +129,7 @@ def offloading(host_budget=None, size=4):
     )
     chain = replace(one.forecast.chain, blocks=blocks)
     plan = plan_for("offload", [["0", "1"]])
-    return replace(one, forecast=Forecast(plan=plan, chain=chain), host_budget_bytes=host_budget)
+    return replace(one, forecast=Forecast(plan=plan, chain=chain), host=Host(host_budget))
 
 
 def test_what_the_host_has_no_memory_for_does_not_fit():
@@ -156,7 +156,7 @@ def with_state_on_host(num_bytes, there=None):
     """A candidate whose optimizer waits for as many bytes as it pins."""
     one = candidate(static=StaticMemory(host_bytes=num_bytes, awaited_bytes=num_bytes))
     held = replace(one.forecast, chain=replace(one.forecast.chain, host_bytes=num_bytes))
-    return replace(one, forecast=held, host_budget_bytes=there, host_bytes_per_s=1024.0)
+    return replace(one, forecast=held, host=Host(there, bytes_per_s=1024.0))
 
 
 def test_a_step_waits_for_state_from_the_host():
@@ -167,7 +167,7 @@ def test_a_step_waits_for_state_from_the_host():
 
 
 def test_a_step_waits_for_the_update_on_the_host():
-    there = replace(candidate(static=StaticMemory(updated_bytes=2048)), host_memory_bytes_per_s=1024.0)
+    there = replace(candidate(static=StaticMemory(updated_bytes=2048)), host=Host(memory_bytes_per_s=1024.0))
     assert there.step_s == candidate().step_s + 2
     assert "optimizer step: the host takes 2 s, of which the device waits 2 s (estimated)" in overhead_lines(there)
 
@@ -175,7 +175,7 @@ def test_a_step_waits_for_the_update_on_the_host():
 @pytest.mark.parametrize(("update_s", "waits_s"), [(8, 0), (20, 4)])
 def test_the_backward_hides_an_update_beside_it(update_s, waits_s):
     static = StaticMemory(updated_bytes=update_s, updates_in_backward=True)
-    beside = replace(candidate(static=static), host_memory_bytes_per_s=1.0)
+    beside = replace(candidate(static=static), host=Host(memory_bytes_per_s=1.0))
     assert sum(one.backward_s for one in beside.forecast.chain.blocks) == 16
     assert beside.awaited_s == waits_s
 

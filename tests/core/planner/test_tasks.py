@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from memsave_recipes.core.costs.estimate import fake_model
-from memsave_recipes.core.costs.targets import find_target
+from memsave_recipes.core.costs.targets import Host, find_target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner import task as task_module
 from memsave_recipes.core.planner.task import Launch, Task, choose_for_target, fake_planned_model, fake_workload
@@ -182,13 +182,13 @@ def test_the_host_memory_of_offload_is_told_before_training(strategy):
     flags += ["--global_batch_size", "4", "--activation_checkpointing", strategy]
     given = read_task(RECIPES / "language_modeling.py", flags), (lambda: Launch(target=find_target("a100")))
     state = torch.get_rng_state()
-    told, num_bytes = predicted_host_memory(*given, GIB)
+    told, num_bytes = predicted_host_memory(*given, Host(GIB))
     flag = f"--activation_checkpointing {strategy}"
     assert re.fullmatch(rf"{flag}: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
     assert format_bytes(num_bytes) in told
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(InputError, match=rf"{strategy}: a rank would move .* MiB to its host, which has 1 B"):
-        predicted_host_memory(*given, 1)
+        predicted_host_memory(*given, Host(1))
 
 
 def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
