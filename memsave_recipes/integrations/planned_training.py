@@ -33,7 +33,6 @@ from memsave_recipes.core.costs.breakdown import PeakOfStep, break_down_peak, st
 from memsave_recipes.core.costs.preserve_state import device_of, preserve_attributes
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.step import LEAVING_BYTES, masters_of
-from memsave_recipes.core.planner.budget import StaticMemory
 from memsave_recipes.core.planner.make_plan import (
     call,
     check_budget,
@@ -47,7 +46,7 @@ from memsave_recipes.core.planner.make_plan import (
 )
 from memsave_recipes.core.planner.trial_step import Ranks
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan
-from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
 from memsave_recipes.core.plans.prediction import Prediction
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.text import GIB, format_bytes

@@ -28,7 +28,6 @@ from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host, find_target, 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
-    StaticMemory,
     overheads_of_device,
     static_memory_of,
     usable_bytes,
@@ -44,6 +43,7 @@ from memsave_recipes.core.planner.task import (
 )
 from memsave_recipes.core.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.plans.chain import StaticMemory
 from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.groups import NONE, ShardGroups

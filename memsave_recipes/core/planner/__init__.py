@@ -13,7 +13,8 @@ NOTE [ decisions ]
   size of the logits alone: another size of chunks rounds otherwise, and a plan has the bits of the baseline.
 """
 
-from memsave_recipes.core.planner.budget import Forecast, StaticMemory
+from memsave_recipes.core.planner.budget import Forecast
 from memsave_recipes.core.planner.make_plan import make_plan
+from memsave_recipes.core.plans.chain import StaticMemory
 
 __all__ = ["Forecast", "StaticMemory", "make_plan"]

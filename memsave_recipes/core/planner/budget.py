@@ -1,12 +1,12 @@
 """The fastest plan for a memory budget, with the memory that a run needs besides its forward and backward.
 
-``StaticMemory`` is that of the optimizer and of DDP, ``overheads_of_*`` that of the device. ``forecast`` asks the
+``static_memory_of`` is that of the optimizer and of DDP, ``overheads_of_*`` that of the device. ``forecast`` asks the
 solver for the plan that adds least time and fits, under each set of actions that a plan may have.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host, Target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host import step as host_step
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
-from memsave_recipes.core.plans.chain import BlockCosts, Chain, allocated_bytes
+from memsave_recipes.core.plans.chain import Chain, StaticMemory, allocated_bytes
 from memsave_recipes.core.plans.plan import (
     MLP_TILE_TOKENS,
     OFFLOADING_STRATEGIES,
@@ -73,105 +73,6 @@ LONG_ROW = 8 * MLP_TILE_TOKENS
 MIN_GAIN = 0.01  # of the baseline's step: time that compiling must save before its rounding is accepted
 
 
-@dataclass(frozen=True, kw_only=True)
-class StaticMemory:
-    """Device memory besides parameters, buffers, batch, and the tensors of a forward and backward.
-
-    Args:
-        state_bytes: the optimizer's state that stays on the device.
-        buckets_bytes: DDP's gradient buckets.
-        sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``, and the shards
-            of gradients where each micro-batch is reduced; or those of earlier ones on their way to the host.
-        exchange_bytes: ``GradientSums.exchanged_bytes``.
-        gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
-        gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
-            bucket of DDP, or used by an optimizer in the backward, does not.
-        leaving_bytes: of gradients that leave as they are made, so many are there at a time, besides the newest and
-            ``sums_bytes``; ``None`` where none leaves, or DDP takes them.
-        optimizer_bytes: of the optimizer's update, with state that visits the device for it, or of what ranks exchange
-            just before it.
-        in_backward: likewise of each parameter that is stepped in the backward, by its name.
-        losses_bytes: the losses and norms of steps until they are logged.
-        remote_bytes: weights that other ranks hold.
-        host_bytes: of the host, for what waits or is stepped there of the optimizer.
-        awaited_bytes: copied for it in a step while the device waits.
-        updated_bytes: that the host reads and writes where it steps.
-        updates_in_backward: whether it does so beside the backward.
-        device_updated_bytes: that the device reads and writes to clip the gradients and to step.
-        adding_bytes: likewise to add the gradients of a further micro-batch.
-    """
-
-    state_bytes: int = 0
-    buckets_bytes: int = 0
-    sums_bytes: int = 0
-    exchange_bytes: int = 0
-    gradients_resident: bool = False
-    gradients_stay: bool = True
-    leaving_bytes: int | None = None
-    optimizer_bytes: int = 0
-    in_backward: Mapping[str, int] = field(default_factory=dict)
-    losses_bytes: int = 0
-    remote_bytes: int = 0
-    host_bytes: int = 0
-    awaited_bytes: int = 0
-    updated_bytes: int = 0
-    updates_in_backward: bool = False
-    device_updated_bytes: int = 0
-    adding_bytes: int = 0
-
-    @property
-    def communication_bytes(self) -> int:
-        """Buffers of DDP and between ranks."""
-        return self.buckets_bytes + self.exchange_bytes
-
-    @property
-    def added_bytes(self) -> int:
-        """The bytes that are there all the time, besides gradients."""
-        return self.state_bytes + self.communication_bytes + self.sums_bytes + self.losses_bytes
-
-    def added_to(self, chain: Chain) -> Chain:
-        """Return ``chain`` with this memory in it."""
-        leave = self.leaving_bytes is not None
-        blocks = chain.blocks
-        if leave:
-            blocks = self._leaving(blocks)
-        elif not self.gradients_stay:
-            blocks = tuple(replace(block, gradient_bytes=0) for block in blocks)
-        stacks = tuple(f"{name}." for name in chain.decided_names)
-        return replace(
-            chain,
-            blocks=tuple(self._stepping(block, stacks) for block in blocks),
-            resident_bytes=chain.resident_bytes - self.remote_bytes + self.added_bytes,
-            gradients_resident=self.gradients_resident or not (self.gradients_stay or leave),
-            optimizer_bytes=self.optimizer_bytes,
-            host_bytes=chain.host_bytes + self.host_bytes,
-        )
-
-    def _leaving(self, blocks: Sequence[BlockCosts]) -> tuple[BlockCosts, ...]:
-        """Return ``blocks`` whose gradients are there up to ``leaving_bytes``; those of tied weights stay."""
-        free_bytes, found = self.leaving_bytes or 0, []
-        for block in reversed(blocks):
-            stays = min(block.gradient_bytes - block.tied_gradient_bytes, free_bytes)
-            pairs = zip(block.options, block.accumulating.options, strict=True)
-            peaks = [(one, one.backward_transient_bytes, low.backward_transient_bytes + stays) for one, low in pairs]
-            options = tuple(replace(one, backward_transient_bytes=min(high, low)) for one, high, low in peaks)
-            found.append(replace(block, options=options, gradient_bytes=stays + block.tied_gradient_bytes))
-            free_bytes -= stays
-        return tuple(reversed(found))
-
-    def _stepping(self, block: BlockCosts, stacks: tuple[str, ...]) -> BlockCosts:
-        """Return ``block`` with the largest update in its backward, as if that came at the peak.
-
-        Args:
-            stacks: how the names of parameters in blocks of stacks begin.
-        """
-        own = () if block.stack is None else (f"{block.name}.",)
-        sizes = (size for name, size in self.in_backward.items() if name.startswith(own or stacks) is bool(own))
-        largest = max(sizes, default=0)
-        options = (replace(o, backward_transient_bytes=o.backward_transient_bytes + largest) for o in block.options)
-        return replace(block, options=tuple(options)) if largest else block
-
-
 def static_memory_of(
     optim: OptimizerSettings,
     model: nn.Module,
@@ -199,14 +100,10 @@ def static_memory_of(
     optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
     on_host = [one for one in streamed_parameters(model) if one.requires_grad]
     on_host_alone = optim.steps_on_host(device_type)
-    static = StaticMemory(
-        state_bytes=optimizer.state_bytes,
-        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.update_bytes),
-        in_backward=optimizer.in_backward,
+    static = replace(
+        optimizer,
+        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.optimizer_bytes),
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
-        host_bytes=optimizer.host_bytes,
-        awaited_bytes=optimizer.awaited_bytes,
-        updated_bytes=optimizer.updated_bytes,
         updates_in_backward=optim.optimizer_in_backward,
         device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes),
         adding_bytes=0 if on_host_alone else 3 * gradients,

@@ -30,7 +30,6 @@ from memsave_recipes.core.host.step import masters_of
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
     Forecast,
-    StaticMemory,
     forecast,
     plans_to_measure,
     usable_host_bytes,
@@ -44,7 +43,7 @@ from memsave_recipes.core.planner.trial_step import (
     with_smaller_ratio,
 )
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
-from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
 from memsave_recipes.core.plans.prediction import Prediction
 from memsave_recipes.core.text import GIB, Progress, gib_that_suffice, to_gib
 

@@ -20,7 +20,6 @@ from memsave_recipes.core.planner.budget import (
     WORKSPACES,
     Forecast,
     InShards,
-    StaticMemory,
     forecast,
     least_memory,
     plans_to_measure,
@@ -28,6 +27,7 @@ from memsave_recipes.core.planner.budget import (
     static_memory_of,
 )
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan
+from memsave_recipes.core.plans.chain import StaticMemory
 from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES, offloads
 from memsave_recipes.core.plans.shards import Shards
 from memsave_recipes.core.sharding.groups import ShardGroups

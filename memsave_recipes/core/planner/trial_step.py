@@ -25,8 +25,9 @@ from memsave_recipes.core.costs.preserve_state import (
 from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.planner.budget import Forecast, StaticMemory
+from memsave_recipes.core.planner.budget import Forecast
 from memsave_recipes.core.plans import Plan
+from memsave_recipes.core.plans.chain import StaticMemory
 from memsave_recipes.core.text import Progress
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ each matrix, SGD 4 (0 without momentum).
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
 from typing import Any
@@ -20,7 +20,7 @@ from memsave_recipes.core.activations.streaming import streamed_parameters
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.state import SMALLEST_BYTES, pieces_of, pinned_bytes
 from memsave_recipes.core.host.step import ring_bytes
-from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.sharding.tensors import num_parts
 from memsave_recipes.core.step.batch_layout import BatchLayout
@@ -122,27 +122,6 @@ def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerMemory:
-    """The bytes of an optimizer's state, an average of the weights included, and of its update.
-
-    Args:
-        state_bytes: of the state that stays on the device.
-        update_bytes: the most that an update takes besides, with state that visits the device.
-        in_backward: likewise of each parameter that is stepped in the backward, by its name.
-        host_bytes: of the host, for what waits or is stepped there, at most.
-        awaited_bytes: copied to or from the host in a step while the device waits.
-        updated_bytes: that the host reads and writes where it steps.
-    """
-
-    state_bytes: int
-    update_bytes: int
-    in_backward: Mapping[str, int] = field(default_factory=dict)
-    host_bytes: int = 0
-    awaited_bytes: int = 0
-    updated_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Piece:
     """Parameters that are stepped at a time: the state that stays, sizes of that which waits, and their update."""
 
@@ -160,7 +139,7 @@ def optimizer_memory(
     num_ranks: int | None = None,
     on_cpu: bool,
     accumulates: bool = False,
-) -> OptimizerMemory:
+) -> StaticMemory:
     """The memory of the optimizer of ``model``, in shards that of the first rank.
 
     NOTE [ state on the host ] and NOTE [ steps on the host ] say what is where.
@@ -175,7 +154,7 @@ def optimizer_memory(
     if optim.offload_optimizer == "step" and not on_cpu:
         host_bytes = averaged_on_host + _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
         updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
-        return OptimizerMemory(state_bytes=averaged, update_bytes=0, host_bytes=host_bytes, updated_bytes=updated)
+        return StaticMemory(state_bytes=averaged, host_bytes=host_bytes, updated_bytes=updated)
     waits = optim.offload_optimizer != NONE and not on_cpu
     trained = [one for share in shares.values() for one in share]
     masters = [one for one in trained if num_ranks is None and has_master(optim, one, on_cpu=on_cpu)]
@@ -199,9 +178,9 @@ def optimizer_memory(
     kept = [NUMBER_BYTES * one.numel() for one in masters]
     kept_bytes = averaged + allocated_bytes(kept, on_cpu=on_cpu)
     counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
-    return OptimizerMemory(
+    return StaticMemory(
         state_bytes=counters + sum(piece.stays_bytes for piece in pieces) + kept_bytes,
-        update_bytes=max(needs, default=0),
+        optimizer_bytes=max(needs, default=0),
         in_backward=in_backward,
         host_bytes=averaged_on_host + pinned_bytes(size for piece in pieces for size in piece.waiting),
         awaited_bytes=awaited,

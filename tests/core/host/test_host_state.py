@@ -217,7 +217,7 @@ def test_what_stays_visits_and_is_pinned_by_hand(case):
     found = optimizer_memory(optim, model, num_ranks=num_ranks, on_cpu=False)
     assert (found.state_bytes, found.host_bytes, found.awaited_bytes) == (stays, pinned, awaited)
     numbers = 16 * 512
-    assert found.update_bytes == visits + numbers
+    assert found.optimizer_bytes == visits + numbers
     of_each = {"0.weight": 65536 + numbers, "0.bias": numbers, "1.weight": 32768 + numbers}
     assert found.in_backward == (of_each if optim.optimizer_in_backward else {})
 
