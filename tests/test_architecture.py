@@ -283,3 +283,32 @@ def test_a_recipe_has_few_flags(recipe):
     with loaded(recipe) as module:
         flags = [flag.name for flag in fields(module.Arguments) if flag.init and "help" in flag.metadata]
     assert len(flags) <= MAX_FLAGS, flags
+
+
+FILES_OF_A_FLAG = {
+    "activation_checkpointing": {"training/arguments", "core/step/settings", "run/run_plan", "core/planner/search"},
+    "memory_budget_gib": {"training/arguments", "core/step/settings"},
+    "offload_optimizer": {"training/arguments", "core/step/settings", "core/step/memory", "training/optimizers"},
+    "ema_decay": {"training/arguments", "core/step/settings", "core/step/memory", "run/training_run"},
+}
+"""The files of a run in which code names a flag; further on its value is a plan, bytes, or what was made of it."""
+OF_RESUME = "training/checkpoints/resume"  # which compares the flags of two runs
+
+
+def names_in(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        yield from (getattr(node, kind, None) for kind in ("id", "attr", "arg"))
+        if isinstance(node, ast.Constant):  # as of getattr, or among other names
+            yield node.value
+
+
+@pytest.mark.parametrize("flag", FILES_OF_A_FLAG)
+def test_few_files_of_a_run_ask_for_a_flag(flag):
+    package = ROOT / "memsave_recipes"
+    named = {
+        path.relative_to(package).with_suffix("").as_posix()
+        for room in set(ROOMS) - {"integrations", "tools"}
+        for path in (package / room).rglob("*.py")
+        if flag in names_in(path)
+    }
+    assert named - {OF_RESUME} == FILES_OF_A_FLAG[flag]
