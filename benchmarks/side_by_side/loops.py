@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import memsave_recipes as memsave
-from memsave_recipes.core.planner.make_plan import static_of
 from memsave_recipes.core.step.batch_layout import Batch, BatchLayout, SampleOrder
+from memsave_recipes.core.step.memory import memory_of_optimizer
 from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.run.report import RunReport
@@ -77,7 +77,7 @@ def our_loop(
             batches.largest_forward(batches.layout)(),
             strategy=strategy,
             budget_gib=work.budget_gib if is_budget else None,
-            static=replace(static_of(optimizer), gradients_resident=True),
+            static=replace(memory_of_optimizer(optimizer), gradients_resident=True),
         )
 
         def loss_of(micro_batch: Batch) -> Tensor:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from memsave_recipes.core.costs.breakdown import PeakOfStep, break_down_peak
 from memsave_recipes.core.losses import IGNORED_LABEL
-from memsave_recipes.core.planner.make_plan import torch_optimizer
 from memsave_recipes.core.step.batch_layout import Batch
+from memsave_recipes.core.step.memory import torch_optimizer
 from memsave_recipes.data.text.packing import count_valid
 
 LEARNING_RATE, PADDING = 1e-3, 0

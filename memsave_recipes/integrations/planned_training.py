@@ -41,14 +41,13 @@ from memsave_recipes.core.planner.make_plan import (
     names_of,
     plan_step,
     refuse_compiled,
-    static_of,
-    torch_optimizer,
 )
 from memsave_recipes.core.planner.trial_step import Ranks
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan
 from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
 from memsave_recipes.core.plans.prediction import Prediction
 from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.step.memory import memory_of_optimizer, torch_optimizer
 from memsave_recipes.core.text import GIB, format_bytes
 from memsave_recipes.models.fused_ops import not_fused_in
 
@@ -371,7 +370,7 @@ class PlannedTraining:
             return StaticMemory(sums_bytes=sums, gradients_stay=False, leaving_bytes=LEAVING_BYTES - sums)
         buckets_bytes = trained_bytes if self.ranks.number > 1 else 0
         return replace(
-            static_of(self.optimizer),
+            memory_of_optimizer(self.optimizer),
             buckets_bytes=buckets_bytes,
             gradients_resident=self.gradients_resident,
             gradients_stay=self.gradients_resident or not buckets_bytes,

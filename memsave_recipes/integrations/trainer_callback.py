@@ -15,8 +15,8 @@ from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.state import is_on_host, keep_state_on_host
 from memsave_recipes.core.host.step import HostMasters, masters_of, scale_on_host, step_on_host
-from memsave_recipes.core.planner.make_plan import torch_optimizer
 from memsave_recipes.core.progress import ProgressBar
+from memsave_recipes.core.step.memory import torch_optimizer
 from memsave_recipes.integrations.planned_training import (
     PREFIX,
     MicroBatch,

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memsave_recipes as memsave
 from memsave_recipes.core.costs.breakdown import break_down_peak
-from memsave_recipes.core.planner.make_plan import state_bytes_of
+from memsave_recipes.core.step.memory import state_bytes_of
 from memsave_recipes.core.text import GIB
 
 BUDGET_GIB = 0.0055

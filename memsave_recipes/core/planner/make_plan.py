@@ -4,18 +4,14 @@
 which then take the same plan.
 """
 
-import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adafactor, Optimizer
+from torch.optim import Optimizer
 
 from memsave_recipes.core.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.core.activations.apply import idle_of
@@ -25,8 +21,6 @@ from memsave_recipes.core.costs.block_costs import Measurement, Workload
 from memsave_recipes.core.costs.preserve_state import running_blocks
 from memsave_recipes.core.costs.targets import Host
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.host.state import is_on_host, kind_of, pieces_of, waits
-from memsave_recipes.core.host.step import masters_of
 from memsave_recipes.core.planner.budget import (
     COMPILED_RATIOS,
     Forecast,
@@ -43,8 +37,9 @@ from memsave_recipes.core.planner.trial_step import (
     with_smaller_ratio,
 )
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
-from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
+from memsave_recipes.core.plans.chain import StaticMemory
 from memsave_recipes.core.plans.prediction import Prediction
+from memsave_recipes.core.step.memory import memory_of_adamw, memory_of_optimizer
 from memsave_recipes.core.text import GIB, Progress, gib_that_suffice, to_gib
 
 MAX_GIB = 1e6
@@ -109,22 +104,9 @@ def make_plan(
         stacks=stacks,
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adamw = StaticMemory(state_bytes=_bytes(ASSUMED_COPIES * trained, workload.device))
-    static = static or (static_of(optimizer) if optimizer else adamw)
+    static = static or (memory_of_optimizer(optimizer) if optimizer else memory_of_adamw(trained, workload.device))
     of_step = partial(plan_step, workload, strategy, budget_gib=budget_gib, static=static, compiled=compiled)
     return of_step(named=bool(names), predict=predict)
-
-
-def static_of(optimizer: Optimizer) -> StaticMemory:
-    """Return the state of an optimizer, or of a wrapper of it, and the temporaries of its update.
-
-    State that waits on the host counts among these, for two pieces of the parameters; one that steps there has none.
-    """
-    optimizer = torch_optimizer(optimizer)
-    if masters_of(optimizer) is not None:
-        return StaticMemory()
-    update_bytes = update_bytes_of(optimizer) + _visiting_bytes(optimizer)
-    return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes)
 
 
 def plan_step(
@@ -292,97 +274,3 @@ def loss_of(output: Any) -> Tensor:
         return loss
     first = tensors_in(output)[0]
     return first if first.ndim == 0 else first.float().sum()
-
-
-ASSUMED_COPIES = 2
-"""Copies of a parameter in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
-PLAIN = {"fused": False, "foreach": False}
-"""Options of torch's optimizers that choose a kernel for a device, and change no state."""
-
-
-def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside the wrappers of Accelerate, Lightning and Fabric."""
-    while (inner := getattr(optimizer, "optimizer", None)) is not None:
-        optimizer = inner
-    found: Optimizer = optimizer
-    return found
-
-
-def state_bytes_of(optimizer: Optimizer) -> int:
-    """Return the bytes of the state on the device after a step, without what waits on the host."""
-    on_host = is_on_host(optimizer)
-    return sum(
-        _bytes((tensor for tensor in tensors if not (on_host and waits(tensor))), parameter.device)
-        for parameter, tensors in _state_after_a_step(optimizer).items()
-    )
-
-
-def _visiting_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the state that waits on the host, of the two consecutive pieces that have most."""
-    if not is_on_host(optimizer):
-        return 0
-    sizes = {
-        parameter: allocated_bytes((tensor.nbytes for tensor in tensors if waits(tensor)), on_cpu=False)
-        for parameter, tensors in _state_after_a_step(optimizer).items()
-    }
-    pieces = [piece for group in optimizer.param_groups for piece in pieces_of(group["params"])]
-    visits = [sum(sizes.get(parameter, 0) for parameter in piece) for piece in pieces]
-    return max(map(sum, pairwise([*visits, 0])), default=0)
-
-
-def _state_after_a_step(optimizer: Optimizer) -> dict[Tensor, list[Tensor]]:
-    """Return the tensors of the state of each parameter; leaves the optimizer as it is.
-
-    Where it has not stepped yet, a copy of it steps a parameter of each shape on torch's ``meta`` device.
-    """
-    there = {
-        parameter: [value for value in entry.values() if isinstance(value, Tensor)]
-        for parameter, entry in optimizer.state.items()
-    }
-    if any(there.values()):
-        return there
-    return {parameter: _state_to_come(optimizer, group, parameter) for group, parameter in _parameters(optimizer)}
-
-
-def update_bytes_of(optimizer: Optimizer) -> int:
-    """Return the temporaries of a step: a copy of all parameters where the update is neither fused nor by parameter.
-
-    That is what torch's documentation of ``foreach`` states, which is the default on CUDA but for Adafactor.
-    """
-    by_parameter = (False, None) if isinstance(optimizer, Adafactor) else (False,)
-    return sum(
-        _bytes([parameter], parameter.device)
-        for group, parameter in _parameters(optimizer)
-        if parameter.is_cuda and not group.get("fused") and group.get("foreach", False) not in by_parameter
-    )
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-
-
-def _state_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Tensor]:
-    alone = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
-    alone.grad = torch.empty_like(alone)
-    options = {name: PLAIN.get(name, value) for name, value in group.items()}
-    if "capturable" in group:  # with either of them steps are counted where the parameter is
-        options["capturable"] = bool(group["capturable"] or group.get("fused"))
-    twin = copy.copy(optimizer)
-    vars(twin).update(
-        state=defaultdict(dict),
-        param_groups=[{**options, "params": [alone]}],
-        _optimizer_step_pre_hooks=OrderedDict(),
-        _optimizer_step_post_hooks=OrderedDict(),
-    )
-    stepped = False
-    with suppress(Exception):  # a kernel of the device, after the state has been made
-        kind_of(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
-        stepped = True
-    made = twin.state[alone].values() if stepped or twin.state[alone] else ASSUMED_COPIES * [alone]
-    return [value for value in made if isinstance(value, Tensor)]
-
-
-def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Add up the tensors on ``device``: an accelerator has none of the host's."""
-    on_cpu = device.type == "cpu"
-    return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)

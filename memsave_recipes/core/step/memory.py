@@ -1,11 +1,15 @@
 """The bytes of a step that no plan changes: state and update of the optimizer, and clipping.
 
+``optimizer_memory`` tells those of the optimizer that settings name, ``memory_of_optimizer`` of one that is there.
 State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit AdamW 2, Adafactor a row and a column of
 each matrix, SGD 4 (0 without momentum).
 """
 
+import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
@@ -14,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Adafactor, Optimizer
 
 from memsave_recipes.core.activations.blocks import CONV1D, MODEL, is_of
 from memsave_recipes.core.activations.streaming import streamed_parameters
 from memsave_recipes.core.errors import InputError
-from memsave_recipes.core.host.state import SMALLEST_BYTES, pieces_of, pinned_bytes
-from memsave_recipes.core.host.step import ring_bytes
+from memsave_recipes.core.host.state import SMALLEST_BYTES, is_on_host, kind_of, pieces_of, pinned_bytes, waits
+from memsave_recipes.core.host.step import masters_of, ring_bytes
 from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.core.sharding.tensors import num_parts
@@ -455,3 +460,114 @@ def has_8bit_state(parameter: Tensor, num_ranks: int | None = None) -> bool:
         return False
     num_ranks = num_parts(parameter) if num_ranks is None else num_ranks
     return num_ranks == 1 or part_numel(parameter, num_ranks) % BITSANDBYTES_BLOCK == 0
+
+
+ASSUMED_COPIES = 2
+"""Copies of a parameter in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
+PLAIN = {"fused": False, "foreach": False}
+"""Options of torch's optimizers that choose a kernel for a device, and change no state."""
+
+
+def memory_of_optimizer(optimizer: Optimizer) -> StaticMemory:
+    """Return the memory of an optimizer that is there, or in a wrapper: its state, and the temporaries of its update.
+
+    State that waits on the host counts among these, for two pieces of the parameters; one that steps there has none.
+    """
+    optimizer = torch_optimizer(optimizer)
+    if masters_of(optimizer) is not None:
+        return StaticMemory()
+    update_bytes = update_bytes_of(optimizer) + _visiting_bytes(optimizer)
+    return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes)
+
+
+def memory_of_adamw(parameters: Sequence[Tensor], device: torch.device) -> StaticMemory:
+    """Return that of AdamW, where the optimizer of a training is not known."""
+    return StaticMemory(state_bytes=_bytes_on(device, ASSUMED_COPIES * list(parameters)))
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the wrappers of Accelerate, Lightning and Fabric."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    found: Optimizer = optimizer
+    return found
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Return the bytes of the state on the device after a step, without what waits on the host."""
+    on_host = is_on_host(optimizer)
+    return sum(
+        _bytes_on(parameter.device, (tensor for tensor in tensors if not (on_host and waits(tensor))))
+        for parameter, tensors in _state_after_a_step(optimizer).items()
+    )
+
+
+def _visiting_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the state that waits on the host, of the two consecutive pieces that have most."""
+    if not is_on_host(optimizer):
+        return 0
+    sizes = {
+        parameter: allocated_bytes((tensor.nbytes for tensor in tensors if waits(tensor)), on_cpu=False)
+        for parameter, tensors in _state_after_a_step(optimizer).items()
+    }
+    pieces = [piece for group in optimizer.param_groups for piece in pieces_of(group["params"])]
+    visits = [sum(sizes.get(parameter, 0) for parameter in piece) for piece in pieces]
+    return max(map(sum, pairwise([*visits, 0])), default=0)
+
+
+def _state_after_a_step(optimizer: Optimizer) -> dict[Tensor, list[Tensor]]:
+    """Return the tensors of the state of each parameter; leaves the optimizer as it is.
+
+    Where it has not stepped yet, a copy of it steps a parameter of each shape on torch's ``meta`` device.
+    """
+    there = {
+        parameter: [value for value in entry.values() if isinstance(value, Tensor)]
+        for parameter, entry in optimizer.state.items()
+    }
+    if any(there.values()):
+        return there
+    return {parameter: _state_to_come(optimizer, group, parameter) for group, parameter in _parameters(optimizer)}
+
+
+def update_bytes_of(optimizer: Optimizer) -> int:
+    """Return the temporaries of a step: a copy of all parameters where the update is neither fused nor by parameter.
+
+    That is what torch's documentation of ``foreach`` states, which is the default on CUDA but for Adafactor.
+    """
+    by_parameter = (False, None) if isinstance(optimizer, Adafactor) else (False,)
+    return sum(
+        _bytes_on(parameter.device, [parameter])
+        for group, parameter in _parameters(optimizer)
+        if parameter.is_cuda and not group.get("fused") and group.get("foreach", False) not in by_parameter
+    )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def _state_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Tensor]:
+    alone = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+    alone.grad = torch.empty_like(alone)
+    options = {name: PLAIN.get(name, value) for name, value in group.items()}
+    if "capturable" in group:  # with either of them steps are counted where the parameter is
+        options["capturable"] = bool(group["capturable"] or group.get("fused"))
+    twin = copy.copy(optimizer)
+    vars(twin).update(
+        state=defaultdict(dict),
+        param_groups=[{**options, "params": [alone]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    stepped = False
+    with suppress(Exception):  # a kernel of the device, after the state has been made
+        kind_of(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
+        stepped = True
+    made = twin.state[alone].values() if stepped or twin.state[alone] else ASSUMED_COPIES * [alone]
+    return [value for value in made if isinstance(value, Tensor)]
+
+
+def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """Add up those of ``tensors`` that are on a device: an accelerator has none of the host's."""
+    on_cpu = device.type == "cpu"
+    return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)
