@@ -259,8 +259,9 @@ def _attributed(parts: Sequence[Part]) -> list[Storages]:
 
 
 def _extra_args(parts: Sequence[Part]) -> Storages:
-    """Return the storages that blocks take besides their states and that the baseline does not save."""
-    extra_args = {s: size for part in parts for s, size in part.extra_args.items() if s not in part.inputs}
+    """Return what blocks with a backward take besides their states, where the baseline does not save it."""
+    running = [part for part in parts if part.backward is not None]
+    extra_args = {s: size for part in running for s, size in part.extra_args.items() if s not in part.inputs}
     saved = {storage for of_part in _attributed(parts) for storage in of_part}
     return {storage: size for storage, size in extra_args.items() if storage not in saved}
 
