@@ -25,10 +25,12 @@ $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@
 
-# Without constraints: what a user gets today. `make clean` before it, if the environment is old.
+# Without constraints: what a user gets today. `make clean` before it, if the environment is old. The last two are of
+# processors that take videos, too.
 $(NEWEST)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning]'
+	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning]' \
+		torchvision num2words
 	touch $@
 
 install: $(VENV)/.installed  ## make .venv with everything in it
@@ -105,8 +107,9 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 	$(PYTEST) -m slow tests/recipes/test_on_a_stand_in.py tests/benchmarks/test_mfu.py
 
 test-newest: BIN := $(NEWEST)/bin
-test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 8 minutes)
+test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 16 minutes)
 	$(PYTEST) -m 'not slow' $(OF_VERSIONS) $(TRAININGS)
+	$(PYTEST) tests/data/test_image_text.py tests/recipes/test_image_text.py
 
 # Cards are not needed: torch's build for CUDA compiles for them without a driver. The page is written if nothing fails.
 test-triton: BIN := $(NEWEST)/bin

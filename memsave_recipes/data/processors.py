@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from io import BytesIO
 from itertools import chain
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ def made_of(processor: Any, size: tuple[int, int]) -> tuple[str, int]:
             f"{type(processor).__name__} does not say what it puts in place of images, so it is not known which tokens "
             "count: take another model"
         )
-    return str(replaced[0][0]["replacement"]), sum(np.size(one) for one in made[PIXELS])
+    return str(replaced[0][0]["replacement"]), sum(prod(np.shape(one)) for one in made[PIXELS])
 
 
 def _size_of(stored: dict[str, Any], place: str) -> tuple[int, int]:
