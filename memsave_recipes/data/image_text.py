@@ -42,7 +42,7 @@ from memsave_recipes.data.sources import (
 )
 from memsave_recipes.data.text.tokenizers import check_vocabulary, digest_of_tokenizer
 from memsave_recipes.data.vision.decoding import decode, reason_of
-from memsave_recipes.models.image_text import freeze_unused, largest_side
+from memsave_recipes.models.image_text import freeze_unused, largest_size
 from memsave_recipes.models.language_model import stop_at
 
 MEASURED = Features(
@@ -134,15 +134,16 @@ def largest_micro_batch(
     Raises:
         InputError: there is no room for the images in ``block_size`` tokens.
     """
-    side = largest_side(processor)
-    images = [Image.new("RGB", (side, side))] * flags.images_per_row
-    made = encoded(processor, [processor.image_token * len(images)], [images], return_tensors="pt")
+    largest = largest_size(processor)
+    images = [Image.new("RGB", largest)] * flags.images_per_row
+    text = "\n".join([processor.image_token] * len(images))  # tokens without a gap are one image to some models
+    made = encoded(processor, [text], [images], return_tensors="pt")
     num_tokens = made["input_ids"].shape[1]
     rest = flags.block_size - num_tokens
     if rest < 0:
         raise InputError(
-            f"--block_size {flags.block_size}: {len(images)} images of {side} x {side} pixels are {num_tokens:,} "
-            "tokens: raise it, or lower --max_pixels or --images_per_row"
+            f"--block_size {flags.block_size}: {len(images)} images of {largest[0]} x {largest[1]} pixels are "
+            f"{num_tokens:,} tokens: raise it, or lower --max_pixels or --images_per_row"
         )
     row = {name: one for name, one in made.items() if isinstance(one, Tensor)}
     behind = {"input_ids": int(processor.image_token_id == 0), "attention_mask": 1}  # any word but an image

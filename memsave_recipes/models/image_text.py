@@ -67,28 +67,45 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> None:
     """Let the image processor make no image of more pixels, by its own entry, so that it is saved with it.
 
     Raises:
-        InputError: it makes all images of one size.
+        InputError: it makes all images of one size, or none that is so small.
     """
     if max_pixels is None:
         return
     images = processor.image_processor
     size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
-    longest = size.get("longest_edge")
-    if longest is None:
+    longest, tile = size.get("longest_edge"), size.get("height", 0) * size.get("width", 0)
+    if longest is not None and _counts_pixels(images):
+        images.size = {**size, "longest_edge": max_pixels, "shortest_edge": min(size["shortest_edge"], max_pixels)}
+    elif longest is not None:
+        images.size = {**size, "longest_edge": min(longest, isqrt(max_pixels))}
+    elif hasattr(images, "max_patches") and 0 < tile <= max_pixels:
+        images.max_patches = min(images.max_patches, max_pixels // tile)
+    else:
         raise InputError(
             f"--max_pixels {max_pixels}: {type(images).__name__} makes images of {size or 'one size'}, whatever they "
             "were: leave it out"
         )
-    if longest <= MAX_SIDE:
-        images.size = {**size, "longest_edge": min(longest, isqrt(max_pixels))}
-    else:
-        images.size = {**size, "longest_edge": max_pixels, "shortest_edge": min(size["shortest_edge"], max_pixels)}
 
 
-def largest_side(processor: Any) -> int:
-    """Return the side in pixels of the largest square image that is not made smaller, or of one that always is."""
-    longest = dict(processor.image_processor.size or {}).get("longest_edge") or ANY_SIDE
-    return longest if longest <= MAX_SIDE else isqrt(longest)
+def _counts_pixels(images: Any) -> bool:
+    """Tell it of ``longest_edge``, by that of the class, too: ``limit_pixels`` lowers that of the object."""
+    sizes = (images.size, getattr(type(images), "size", None))
+    return any((dict(size or {}).get("longest_edge") or 0) > MAX_SIDE for size in sizes)
+
+
+def largest_size(processor: Any) -> tuple[int, int]:
+    """Return the width and height in pixels of an image of which as many values are made as of any."""
+    images = processor.image_processor
+    size = dict(images.size or {})
+    longest = size.get("longest_edge") or ANY_SIDE
+    if _counts_pixels(images):
+        side = images.patch_size * images.merge_size
+        most = max(1, longest // side**2)  # parts, in so many rows that the fewest are left out
+        rows = max(range(isqrt(most) // 2 + 1, isqrt(most) + 1), key=lambda rows: most // rows * rows)
+        return most // rows * side, rows * side
+    if tiles := getattr(images, "max_patches", None):  # in one row, as no other number has this aspect ratio
+        return tiles * size["height"], size["height"]
+    return longest, longest
 
 
 def build_image_text_model(args: Any, processor: Any = None, *, with_weights: bool, **options: Any) -> PreTrainedModel:

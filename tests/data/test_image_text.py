@@ -13,7 +13,9 @@ from lives import write_rows
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.data.image_rows import MARK, ImageTextArguments, take_images
-from memsave_recipes.data.image_text import load_image_text
+from memsave_recipes.data.image_text import largest_micro_batch, load_image_text
+from memsave_recipes.data.processors import made_of
+from memsave_recipes.models.image_text import limit_pixels
 
 QUESTION = {"type": "text", "text": "What is in the picture ?"}
 
@@ -100,6 +102,12 @@ def as_parts(row, folder):
     return messages
 
 
+def images_of(row):
+    """Those of the messages and of the column."""
+    contents = [message["content"] for message in row["messages"] if isinstance(message["content"], list)]
+    return [part for content in contents for part in content if part["type"] == "image"] + row.get("images", [])
+
+
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("model_type", image_text_models.TOKENS)
 def test_a_micro_batch_is_the_processors_output_row_by_row(ten, pictures, model_type, marks):
@@ -108,7 +116,7 @@ def test_a_micro_batch_is_the_processors_output_row_by_row(ten, pictures, model_
     found = all_rows(loaded)
     batch = loaded.train.collate([split[at] for split, at in found])
     processor, pixels = loaded.processor, batch["pixel_values"]
-    first = 0
+    first = num_images = 0
     for number, (row, answers) in enumerate(zip(rows, counted[:9], strict=False)):
         own = processor.apply_chat_template(
             as_parts(row, pictures), tokenize=True, return_dict=True, return_tensors="pt", padding_side="right"
@@ -118,16 +126,20 @@ def test_a_micro_batch_is_the_processors_output_row_by_row(ten, pictures, model_
         assert split.rows[at]["length"] == length
         assert torch.equal(batch["input_ids"][number, :length], own["input_ids"][0])
         assert batch["attention_mask"][number].sum() == length
-        if "token_type_ids" in batch:
-            assert torch.equal(batch["token_type_ids"][number, :length], own["token_type_ids"][0])
-        if model_type == "idefics3":  # all images of a row, filled up
+        for name in {"token_type_ids", "mm_token_type_ids"} & batch.keys():
+            assert torch.equal(batch[name][number, :length], own[name][0])
+        if model_type in ("idefics3", "smolvlm"):  # all images of a row, filled up
             own_pixels = own.get("pixel_values", torch.zeros(1, 0, *pixels.shape[2:]))[0]
             assert torch.equal(pixels[number, : len(own_pixels)], own_pixels)
             assert not pixels[number, len(own_pixels) :].any()
         else:
             own_pixels = own.get("pixel_values", pixels[:0])
-            assert torch.equal(pixels[first : first + len(own_pixels)], own_pixels)
+            own_part = tuple(slice(size) for size in own_pixels.shape[1:])  # Pixtral fills images up
+            assert torch.equal(pixels[first : first + len(own_pixels)][:, *own_part], own_pixels)
             first += len(own_pixels)
+        for name in {"image_grid_thw", "image_sizes"} & own.keys():
+            assert torch.equal(batch[name][num_images : num_images + len(own[name])], own[name])
+        num_images += len(images_of(row))
         is_label = batch["labels"][number] != -100
         assert split.rows[at]["num_counted"] == is_label.sum()
         runs = np.split(np.flatnonzero(is_label), np.flatnonzero(np.diff(np.flatnonzero(is_label)) > 1) + 1)
@@ -177,6 +189,31 @@ def test_the_largest_micro_batch_has_the_longest_row_and_the_most_pixels(ten):
     assert sorted(order) == list(range(len(loaded.train)))
     assert lengths[order[0]] == lengths.max()
     assert (np.diff(areas[order[1:]]) <= 0).all()
+
+
+SIZES = [(24, 24), (130, 130), (300, 300), (400, 100), (90, 270), (131, 97), (500, 60), (80, 32)]
+FEWER = {"smolvlm": 64 * 64, "idefics3": 64 * 64, "qwen2_5_vl": 3000, "qwen3_vl": 3000, "internvl": 10_000}
+FEWER |= {"aya_vision": 10_000, "pixtral": 1000}
+
+
+@pytest.mark.parametrize("model_type", image_text_models.TOKENS)
+def test_no_image_is_more_than_the_largest(model_type):
+    pixels = []
+    for max_pixels in (None, FEWER.get(model_type)):
+        processor = image_text_models.make_processor(model_type)
+        limit_pixels(processor, max_pixels)
+        flags = ImageTextArguments(block_size=300, images_per_row=2)
+        largest = largest_micro_batch(processor, 3, flags, dtype=torch.float32)
+        made = [made_of(processor, size) for size in SIZES]
+        assert largest["input_ids"].shape == (3, 300)
+        pixels.append(largest["pixel_values"].numel() // 6)
+        assert pixels[-1] == max(area for _, area in made)
+        count = processor.image_token_id
+        assert (largest["input_ids"] == count).sum() == 6 * max(
+            processor.tokenizer.convert_tokens_to_ids(processor.tokenizer.tokenize(text)).count(count)
+            for text, _ in made
+        )
+    assert pixels[1] < pixels[0] or model_type not in FEWER
 
 
 def row_of(**more):
