@@ -7,6 +7,8 @@ backward under each plan in turn; a time is that of its processor. What a plan a
 without a plan, divided by the layers: the second run of a layer is part of it. On a GPU the host queues kernels in this
 time, so it shows where a layer computes for less.
 
+Layers that compute compiled stand beside the same layers under ``torch.compile`` alone: what a plan adds to a call.
+
 Writes docs/results/host_time.json and host_time.md.
 """
 
@@ -23,12 +25,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes import apply_plan, make_plan
+from memsave_recipes.core.activations import plan_blocks
 
 LAYERS, QUICK_LAYERS = 24, 6
 ROUNDS, QUICK_ROUNDS = 120, 2
 WARM_UP, QUICK_WARM_UP = 36, 1
 """Steps: the first 32 of a block look closer at what it changes (NOTE [ side effects ])."""
 PEER = "transformers' own"
+TORCH, COMPILED = "torch.compile of each layer", "compiled, keep"
 STRATEGIES = ("full", "selective", "segments:6", "nested:4", "offload")
 TOKENS = 4
 
@@ -43,10 +47,13 @@ def llama(num_layers: int) -> nn.Module:
 def steps(num_layers: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     """A forward and a backward of each plan, on models of the same weights."""
     bare = llama(num_layers).to(device)
-    models = {way: copy.deepcopy(bare) for way in ("plain", PEER, *STRATEGIES)}
+    models = {way: copy.deepcopy(bare) for way in ("plain", PEER, *STRATEGIES, TORCH, COMPILED)}
     for strategy in STRATEGIES:
         apply_plan(models[strategy], make_plan(models[strategy], strategy=strategy))
     models[PEER].gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in models[TORCH].model.layers:
+        layer.compile(fullgraph=True)
+    apply_plan(models[COMPILED], plan_blocks(models[COMPILED], "none").on_compiled_layers())
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
     return {way: partial(step, model, ids) for way, model in models.items()}
 
@@ -83,6 +90,12 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def above_torch(rows: list[dict[str, Any]]) -> float:
+    """Seconds that a plan adds to a call of a compiled layer."""
+    added = {row["way"]: row["added_s"] for row in rows}
+    return added[COMPILED] - added[TORCH]
+
+
 HEADINGS = ("plan", "step", "added a layer", "beside transformers' own")
 
 
@@ -98,6 +111,8 @@ def page(rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
             f"{environment['busy_with_others']:.1f} of {environment['num_cpus']} CPUs busy, which lengthens all times.",
             "",
             harness.markdown_table(HEADINGS, cells(rows)),
+            "",
+            f"A plan adds {above_torch(rows) * 1e6:.0f} us to a call of a compiled layer.",
         ]
     )
 

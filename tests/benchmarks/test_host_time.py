@@ -9,7 +9,9 @@ def test_every_way_makes_the_same_gradients(load):
     for way, call in benchmark.steps(6, torch.device("cpu")).items():
         call()
         gradients[way] = [parameter.grad for parameter in call.args[0].parameters()]
-    plain = gradients.pop("plain")
+    plain, *compiled = map(gradients.pop, ("plain", benchmark.TORCH, benchmark.COMPILED))
+    assert all(map(torch.equal, *compiled))
+    assert all(map(torch.allclose, compiled[0], plain))
     assert set(gradients) == {benchmark.PEER, *benchmark.STRATEGIES}
     for found in gradients.values():
         assert all(map(torch.equal, found, plain))
