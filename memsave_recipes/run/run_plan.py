@@ -100,7 +100,8 @@ def _named(task: Task, step: StepOnDevice, host: Host) -> RunPlan:
     accelerator, on_host = step.accelerator, 0
     if accelerator.device.type != "cpu":
         line, on_host = on_main_process(accelerator, partial(_host_memory, task, step, host))
-        accelerator.print(*filter(None, [line]))
+        if line is not None:
+            accelerator.print(line)
     plan = task.run.named_plan(step.model, step.running_blocks)
     if task.run.compiles_on(accelerator.device.type):
         plan = plan.on_compiled_layers()
@@ -120,7 +121,9 @@ def _host_memory(task: Task, step: StepOnDevice, host: Host) -> tuple[str | None
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
         return predicted_host_memory(task, here, host)
     static = _static_memory(task, step.model, step.batches.layout)
-    return _line_of(_beside_plans(static, step.model, host)) if static.host_bytes else (None, 0)
+    if not static.host_bytes:
+        return None, 0
+    return _line_of(HostUse.beside_plans(static.host_bytes + host_bytes(step.model), host))
 
 
 def host_of(accelerator: Accelerator, task: Task, model: nn.Module, layout: BatchLayout) -> Host:
@@ -132,9 +135,10 @@ def host_of(accelerator: Accelerator, task: Task, model: nn.Module, layout: Batc
     there = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
     if there is None:
         return UNKNOWN_HOST
-    host, static = Host(there + host_bytes(model)), _static_memory(task, model, layout)
+    streamed_bytes, static = host_bytes(model), _static_memory(task, model, layout)
+    host = Host(there + streamed_bytes)
     if static.updated_bytes:
-        _line_of(_beside_plans(static, model, host))
+        _line_of(HostUse.beside_plans(static.host_bytes + streamed_bytes, host))
     return host
 
 
@@ -143,11 +147,6 @@ def _static_memory(task: Task, model: nn.Module, layout: BatchLayout) -> StaticM
     groups = ShardGroups.of(task.run.shard, layout.num_processes)
     num_shards = None if groups is None else groups.size
     return static_memory_of(task.optim, model, layout, num_shards=num_shards, device_type="cuda")
-
-
-def _beside_plans(static: StaticMemory, model: nn.Module, host: Host) -> HostUse:
-    """Return what the optimizer and streamed weights take of the host."""
-    return HostUse.beside_plans(static.host_bytes + host_bytes(model), host)
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:

@@ -136,7 +136,8 @@ def _with_gradients(
     """Add gradients of whole weights, of which those ``on_host`` wait there."""
     on_cpu, accumulates = device_type == "cpu", layout.forwards_per_step > 1
     gradients = _allocated_bytes(trained, on_cpu)
-    reduced = _allocated_bytes(_without(on_host, trained), on_cpu)
+    waiting = set(map(id, on_host))
+    reduced = _allocated_bytes((one for one in trained if id(one) not in waiting), on_cpu)
     buckets = reduced if layout.num_processes > 1 else 0
     leaves_rank = on_host or layout.num_processes == 1
     if optim.steps_on_host(device_type) and leaves_rank and layout.needs_all_gradients is None:
@@ -175,11 +176,6 @@ def shards_of(
         accumulates=layout.accumulation_steps > 1 and not leave,
         leaving_bytes=host_step.LEAVING_BYTES if leave else None,
     )
-
-
-def _without(others: Iterable[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
-    known = set(map(id, others))
-    return [one for one in tensors if id(one) not in known]
 
 
 def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:

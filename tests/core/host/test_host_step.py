@@ -424,6 +424,17 @@ def test_a_host_that_is_too_small_is_refused_before_masters_are_made(monkeypatch
     assert run_plan.host_of(accelerator, task, make_model(), layout) == Host(2**10)
 
 
+@pytest.mark.parametrize("offload", ["none", "state", "step"])
+def test_a_run_tells_what_its_optimizer_takes_of_the_host(offload):
+    run = SimpleNamespace(shard=None, activation_checkpointing="full")
+    batches = SimpleNamespace(layout=BatchLayout.of(8, 4, 1))
+    step = SimpleNamespace(accelerator=None, model=make_model(), batches=batches)
+    task = SimpleNamespace(run=run, optim=settings(offload=offload))
+    line, num_bytes = run_plan._host_memory(task, step, Host(2**30))
+    assert (line is None) is (num_bytes == 0) is (offload == "none")
+    assert offload == "none" or line.startswith("--offload_optimizer: at most")
+
+
 class CountedCopies(CopiesInOrder):
     """Knows how often each tensor of weights or gradients, not of digests, was the target of a copy."""
 
