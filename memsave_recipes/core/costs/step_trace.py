@@ -166,7 +166,7 @@ def _chain_under_one_action(
         checkpoint_bytes: that every block under it holds besides tensors.
         extra_args_bytes: that all of them together hold.
     """
-    parts = [part if part.backward is not None else replace(part, saved={}) for part in trace.parts]
+    parts = trace.parts
     described = zip(parts, _attributed(parts), _names(parts), _stacks(parts, stack_of), strict=True)
     blocks = tuple(
         _without_transients(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
@@ -196,6 +196,7 @@ def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | No
         passes_input=bool(part.outputs.keys() & part.inputs.keys()),
         gradient_bytes=part.gradient_bytes,
         tied_gradient_bytes=part.tied_gradient_bytes,
+        has_backward=part.backward is not None,
         options=(option,),
     )
 
@@ -291,15 +292,14 @@ def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | N
 def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
     simulated = [point.total_bytes for point in timeline(chain, keep_all(chain))]
     num_parts = len(trace.parts)
-    live = zip(simulated[:num_parts], reversed(simulated[num_parts:-1]), strict=True)  # in forward and backward
-    moments = zip(_forwards(trace), _backwards(trace), strict=True)
+    in_backward = reversed(simulated[num_parts:-1])
+    moments = zip(simulated[:num_parts], _forwards(trace), _backwards(trace), strict=True)
     blocks: list[BlockCosts] = []
-    for block, part, (up, down), ((start, stop), backward) in zip(
-        chain.blocks, trace.parts, live, moments, strict=True
-    ):
+    for block, part, (up, (start, stop), backward) in zip(chain.blocks, trace.parts, moments, strict=True):
         forward_bytes = _peak(trace.memory, start, stop) - up
         backward_bytes = untracked_bytes = 0
         if backward:
+            down = next(in_backward)
             backward_bytes = _peak(trace.memory, *backward) - down
             untracked_bytes = trace.memory[backward[0]].live_bytes + part.until_read_bytes - down
         option = replace(
@@ -313,7 +313,6 @@ def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
                 untracked_bytes=max(0, untracked_bytes),
                 variables_bytes=max(0, trace.memory[start].live_bytes - up),
                 until_saved_bytes=max(0, part.until_saved_bytes - up),
-                has_backward=backward is not None,
                 options=(option,),
             )
         )

@@ -64,7 +64,8 @@ class BlockCosts:
         stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
         forward_s, backward_s: seconds of its forward and its backward when kept.
         until_saved_bytes: ``None`` for all of its forward.
-        has_backward: ``False`` where nothing trains in it or before it: it saves nothing, and never runs again.
+        has_backward: ``False`` where it ``is_frozen``, or no loss depends on its output: what it saves is there until
+            the forward ends. It never runs again.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
@@ -97,10 +98,25 @@ class BlockCosts:
             raise ValueError(f"{self.name} has no stack, so it can only be kept")
 
     @property
-    def last_of_span_bytes(self) -> int:
-        """The transient of its second run where it is the last block of a span."""
+    def is_frozen(self) -> bool:
+        """Whether it saves nothing, as nothing trains in it or before it."""
+        return not (self.has_backward or self.option(Action.KEEP).saved_bytes)
+
+    @property
+    def first_run_bytes(self) -> int:
+        """The transient of a first run that saves nothing, at most: up to where the last tensor would be saved."""
         whole = self.option(Action.KEEP).forward_transient_bytes
         return whole if self.until_saved_bytes is None else min(whole, self.until_saved_bytes)
+
+    @property
+    def second_run_bytes(self) -> int:
+        """The transient of its second run, when the variables of the forward are gone."""
+        return max(0, self.option(Action.KEEP).forward_transient_bytes - self.variables_bytes)
+
+    @property
+    def last_of_span_bytes(self) -> int:
+        """The same where it is the last block of a span."""
+        return max(0, self.first_run_bytes - self.variables_bytes)
 
     @property
     def accumulating(self) -> "BlockCosts":

@@ -135,18 +135,21 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
         nested: whether the second run keeps the inputs of the blocks alone, which then recompute one by one.
     """
     edges: list[Edge] = []
-    stack = sizes.blocks[start].stack if sizes.blocks[start].has_backward else None
+    first = sizes.blocks[start]
+    stack = None if first.is_frozen else first.stack
     passed = sizes.states[start]  # bytes of the span's input in the state behind it
     rebuilt = EMPTY  # by the second run, besides the span's input
-    second_run = backward = 0
+    first_run = second_run = backward = 0
     cost = last_cost = 0
     held = sizes.span_bytes
     for position in range(start, len(sizes.blocks)):
         block = sizes.blocks[position]
-        if stack is None or block.stack != stack:
+        if stack is None or block.stack != stack or block.has_backward != first.has_backward:
             break
         option = sizes.nested_option(position) if nested else block.option(Action.KEEP)
         reached = rebuilt[WITH_STATE]
+        behind_input = sizes.states[position] - passed
+        first_run = max(first_run, behind_input + sizes.span_bytes + block.first_run_bytes)
         rebuilt = _single_block(sizes, position, option).extend(rebuilt)
         forward_cost = sizes.ticks(block.forward_s + block.forward_noise_s)
         last_run = 0
@@ -162,20 +165,21 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
         backward = max(backward, rebuilt[HELD] + state + option.backward_transient_bytes + sizes.gradients[position])
         live = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]  # while it runs again
         has_second_run = not nested or position > start
+        again = max(backward, max(second_run, last_run) + live if has_second_run else 0)
         edges.append(
             Edge(
                 stop=position + 1,
                 action=Action.RECOMPUTE_NESTED if nested else Action.RECOMPUTE,
-                cost=cost,
+                cost=cost * first.has_backward,
                 held_from=WITH_STATE,
                 held_bytes=held,
                 with_state_from=WITH_STATE,
                 with_state_bytes=held + state - passed,
                 peak_over_held_bytes=0,
-                peak_over_state_bytes=held + max(backward, max(second_run, last_run) + live if has_second_run else 0),
+                peak_over_state_bytes=max(first_run, (held + again) * first.has_backward),
             )
         )
-        second_run = max(second_run, reached + option.forward_transient_bytes)
+        second_run = max(second_run, reached + (option.forward_transient_bytes if nested else block.second_run_bytes))
     return edges
 
 

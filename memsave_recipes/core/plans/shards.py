@@ -135,7 +135,7 @@ class _MicroBatch:
 
     def points(self) -> Iterator[TimelinePoint]:
         """Yield the points of whole weights, as they are in shards, and those at which weights and gradients travel."""
-        points = list(timeline(self.chain, self.plan, every_forward=True))
+        points = list(timeline(self.chain, self.plan, at_most=True))
         yield from self._forward([point for point in points if point.phase == "forward"])
         yield from self._backward(list(_turns(points)))
         if self.reduces:

@@ -139,7 +139,7 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
         if span.action.kind.is_joint:
             if len({chain.blocks[position].stack for position in positions}) > 1:
                 raise ValueError(f"the span {span.start}..{span.stop} of the plan leaves its stack")
-            kept = [*takewhile(lambda position: not chain.blocks[position].has_backward, positions)]
+            kept = [*takewhile(lambda position: chain.blocks[position].is_frozen, positions)]
             spans += [Span(start=position, stop=position + 1, action=Action.KEEP) for position in kept]
             if not (positions := positions[len(kept) :]):
                 continue
@@ -151,9 +151,9 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
 
 def _seconds(chain: Chain, span: Span) -> tuple[float, float]:
     """Return the seconds that a span adds to the step, and their noise."""
-    blocks = chain.blocks[span.start : span.stop]
+    blocks = tuple(block for block in chain.blocks[span.start : span.stop] if block.has_backward)
     if not span.action.kind.is_joint:
-        option = blocks[0].option(span.action, span.ratio)
+        option = chain.blocks[span.start].option(span.action, span.ratio)
         return option.added_s, option.noise_s
     options: list[BlockOption] = []
     if span.action is Action.RECOMPUTE_NESTED:
@@ -163,47 +163,56 @@ def _seconds(chain: Chain, span: Span) -> tuple[float, float]:
     return added_s, sum(block.forward_noise_s for block in blocks) + sum(option.noise_s for option in options)
 
 
-def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterator[TimelinePoint]:
+def timeline(chain: Chain, plan: Plan, *, at_most: bool = False) -> Iterator[TimelinePoint]:
     """Yield the live bytes of a step under ``plan``: every block's forward and backward, then the optimizer.
 
     Args:
-        every_forward: also those of blocks that recompute, at most: as if all that is saved in a block were there until
-            its end. They are never the peak where weights are whole.
+        at_most: the first run of blocks that recompute, as if all that is saved in a block were there until its end.
     """
     spans = _spans(chain, plan)
     states = _states(chain)
     held_before: list[Storages] = []
     runs_again = any(span.action.kind.runs_twice for span in plan.spans)
     held: Storages = {"extra arguments": chain.extra_args_bytes} if runs_again else {}
+    unread: Storages = {}  # until the forward ends
     for span in spans:
         held_before.append(held)
         if span.action.kind.is_joint:
-            # Its forward is never the peak: it saves nothing, and more is live when it runs again.
-            if every_forward:
-                yield from _forwards(chain, span, held, states)
-            held = held | _held_by_span(chain, span, states)
+            yield from _forwards(chain, span, held | unread, states, at_most=at_most)
+            now = _held_by_span(chain, span, states)
         else:
             option = chain.blocks[span.start].option(span.action, span.ratio)
             alive = states[span.start]
             if not runs_again:
                 alive = {**alive, "extra arguments of the block": chain.blocks[span.start].extra_args_bytes}
-            yield _point(chain, "forward", span.start, held, 0, alive, option.forward_transient_bytes)
-            held = held | _saved(chain, span.start, option, states)
+            yield _point(chain, "forward", span.start, held | unread, 0, alive, option.forward_transient_bytes)
+            now = _saved(chain, span.start, option, states)
+        if _has_backward(chain, span):
+            held = held | now
+        else:
+            unread = unread | now
     gradients_bytes = 0
     for span, held in zip(reversed(spans), reversed(held_before), strict=True):
-        if chain.blocks[span.start].has_backward:
+        if _has_backward(chain, span):
             yield from _backward(chain, span, held, gradients_bytes, states)
         gradients_bytes += chain.new_gradients_bytes(*chain.blocks[span.start : span.stop])
     made_bytes = 0 if chain.gradients_resident else gradients_bytes
     yield _point(chain, "optimizer", None, {}, made_bytes, {}, chain.optimizer_bytes)
 
 
-def _forwards(chain: Chain, span: Span, held: Storages, states: list[Storages]) -> Iterator[TimelinePoint]:
+def _has_backward(chain: Chain, span: Span) -> bool:
+    return any(block.has_backward for block in chain.blocks[span.start : span.stop])
+
+
+def _forwards(
+    chain: Chain, span: Span, held: Storages, states: list[Storages], *, at_most: bool
+) -> Iterator[TimelinePoint]:
     """Yield the points of the first run of a span that recomputes."""
     alive, begun_bytes = states[span.start], chain.span_bytes
     for position in range(span.start, span.stop):
-        transient_bytes = begun_bytes + chain.blocks[position].option(Action.KEEP).forward_transient_bytes
-        yield _point(chain, "forward", position, held, 0, alive | states[position], transient_bytes)
+        block = chain.blocks[position]
+        run_bytes = block.option(Action.KEEP).forward_transient_bytes if at_most else block.first_run_bytes
+        yield _point(chain, "forward", position, held, 0, alive | states[position], begun_bytes + run_bytes)
         alive, begun_bytes = alive | {f"span from {span.start}": chain.span_bytes}, 0
 
 
@@ -217,12 +226,18 @@ def _backward(
     else:
         action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
         options = [block.option(action, span.ratio) for block in chain.blocks[span.start : span.stop]]
-    live_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
+    last = next(block for block in reversed(chain.blocks[span.start : span.stop]) if block.has_backward)
+    live_bytes = _total(states[span.stop]) + last.untracked_bytes + chain.span_bytes
     for position, option in enumerate(options, start=span.start):
         is_last = position == span.stop - 1
         if span.action is Action.RECOMPUTE or (span.action is Action.RECOMPUTE_NESTED and not is_last):
             block = chain.blocks[position]
-            second_run_bytes = block.last_of_span_bytes if is_last else option.forward_transient_bytes
+            if is_last:
+                second_run_bytes = block.last_of_span_bytes
+            elif span.action is Action.RECOMPUTE:
+                second_run_bytes = block.second_run_bytes
+            else:
+                second_run_bytes = option.forward_transient_bytes
             transient_bytes = live_bytes + second_run_bytes
             alive = rebuilt | states[position]
             yield _point(chain, "recomputation", position, held, gradients_bytes, alive, transient_bytes)

@@ -68,6 +68,7 @@ def random_chain(rng, num_blocks, *, options_share):
                 tied_gradient_bytes=rng.choice([0, 0, 5]),
                 untracked_bytes=rng.choice([0, 0, 6]),
                 until_saved_bytes=rng.choice([None, rng.randint(0, 30)]),
+                variables_bytes=rng.choice([0, 0, 12]),
                 extra_args_bytes=rng.choice([0, beside]),
                 options=tuple(options),
             )
