@@ -7,7 +7,7 @@ import importlib.util
 
 from transformers.models.auto import modeling_auto
 from zoo.architectures import Architecture, Model
-from zoo.image_text import IMAGE_TEXT, ImageText
+from zoo.image_text import IMAGE_TEXT, ImageText, InPart
 from zoo.other_libraries import DIFFUSERS, TIMM
 
 MAPPINGS = {
@@ -29,7 +29,8 @@ def families() -> dict[str, dict[str, Model]]:
         auto_class: {name: Architecture(auto_class, name) for name in getattr(modeling_auto, mapping)}
         for auto_class, mapping in MAPPINGS.items()
     }
-    found[IMAGE_TEXT] = {
-        name: ImageText(IMAGE_TEXT, name) for name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    }
+    of_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    found[IMAGE_TEXT] = {name: ImageText(IMAGE_TEXT, name) for name in of_images}
+    found[f"{IMAGE_TEXT} --freeze vision"] = {name: InPart(IMAGE_TEXT, name) for name in of_images}
+    found[f"{IMAGE_TEXT} --lora"] = {name: InPart(IMAGE_TEXT, name, lora=True) for name in of_images}
     return found | {library: dict(models) for library, models in OTHERS.items() if importlib.util.find_spec(library)}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -14,6 +14,9 @@ from zoo.architectures import Architecture
 from zoo.batches import Batch, tokens, values
 from zoo.exceptions import CHANGES
 from zoo.tiny import IMAGE_SIZE, SIZES, VOCABULARY, Rules, tiny_config
+
+from memsave_recipes.models.image_text import train_part_of_image_text
+from memsave_recipes.models.what_trains import TrainedPartArguments
 
 IMAGE_TEXT = "AutoModelForImageTextToText"
 IMAGE = VOCABULARY - 1  # the token that stands for a part of an image
@@ -251,14 +254,40 @@ class ImageText(Architecture):
 
     def batch(self) -> Batch:
         """Always the same."""
-        return {
-            name: one.clone() if isinstance(one, Tensor) else one for name, one in _batch_of(self.model_type).items()
-        }
+        made = _made(self) if self.changes else _batch_of(self.model_type)
+        return {name: one.clone() if isinstance(one, Tensor) else one for name, one in made.items()}
+
+
+@dataclass(kw_only=True)
+class Flags(TrainedPartArguments):
+    """What trains of it, as the recipe's flags say."""
+
+    freeze: str = "vision"
+
+
+@dataclass(frozen=True)
+class InPart(ImageText):
+    """One whose vision tower is frozen; or all but adapters of its decoder are."""
+
+    lora: bool = False
+
+    def build(self) -> nn.Module:
+        """As the recipe does, but that adapters are not zeros, which would hide gradients."""
+        model: Any = super().build()
+        train_part_of_image_text(model, Flags(lora=self.lora, lora_rank=2))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        return model
 
 
 @cache
 def _batch_of(model_type: str) -> dict[str, Any]:
-    model: Any = ImageText(IMAGE_TEXT, model_type).build()
+    return _made(ImageText(IMAGE_TEXT, model_type))
+
+
+def _made(architecture: ImageText) -> dict[str, Any]:
+    model_type, model = architecture.model_type, cast(Any, architecture.build())
     names = inspect.signature(model.forward).parameters
     images = BATCHES.get(model_type, in_patches if "image_grid_thw" in names else whole)(model.config)
     make = partial(_with_text, names=names, images=images, token=_image_token(model.config))
