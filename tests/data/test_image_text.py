@@ -151,7 +151,11 @@ def test_a_micro_batch_is_the_processors_output_row_by_row(ten, pictures, model_
 
 def test_other_formats_are_the_same_rows(ten, pictures):
     loaded = load(ten[0][1])
-    assert loaded.train.rows[0]["text"].count("<image>") == 1
+    row = loaded.train[0]
+    assert row["text"].count("<image>") == 1
+    batch = loaded.train.collate([row])
+    counted = batch["input_ids"][batch["labels"] != -100]
+    assert loaded.processor.tokenizer.decode(counted) == "blue , and nothing else .<|im_end|>"
     written = load(str(parquet(pictures)))
     assert torch.equal(
         loaded.train.collate([loaded.train[0]])["pixel_values"],
