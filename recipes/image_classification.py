@@ -12,7 +12,7 @@ On one GPU or several, with images in DIR/CLASS/, or in DIR/train/CLASS/ and DIR
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4 recipes/... (the same flags)
 
 Expect the loss curve and the accuracy of training without checkpointing, digit for digit, in less memory and more time.
-The flags of all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
+`Arguments` below lists the dataclasses that declare the flags; `--help` lists the flags.
 """
 
 from collections.abc import Callable
@@ -51,12 +51,12 @@ from memsave_recipes.run.recipe import (
     summed_loss,
 )
 
-DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
+DEFAULT_CLASSES = 1000  # as in ImageNet, if a plan is made before the images are there
 
 
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, LabelArguments, ClassifierTrainingArguments, ImageModelArguments, ImageDataArguments):
-    """The flags of image classification, whose layers are not packed in 4 bits."""
+    """The flags of image classification, without ``--load_in_4bit``."""
 
     load_in_4bit: bool = field(default=False, init=False)
 
@@ -88,7 +88,7 @@ def train(run: Run) -> dict[str, Any]:
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
 
-    # The activation plan that the flags name, or the fastest that fits the memory
+    # The activation plan that the flags name, or the fastest that fits the memory; ``model`` may be DDP around ``bare``
     plan = run.choose_plan(model, optimizer)
     handle = apply_plan(bare, plan)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
@@ -99,7 +99,7 @@ def train(run: Run) -> dict[str, Any]:
     labels = {"problem_type": images.problem_type, "label_names": images.label_names}
     options = {"logits_of": partial(logits_of_images, pixels=pixels_for(args)), "exact": batches.layout.is_bitwise}
     validate = partial(evaluate_classifier, model, accelerator, **options, **labels)
-    training.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
+    training.evaluate_if_due(validate, images.validation)  # with --eval_only, or where a signal stopped it
     for batch in training.steps():
         for micro_batch in batch.forwards(model):
             loss_sum = task.loss_of(model, micro_batch)
@@ -126,7 +126,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def task(argv: list[str] | None = None) -> Task:
-    """The task of the flags, for ``memsave plan``: before there are images or weights."""
+    """Describe the task of the flags for ``memsave plan``, which has neither images nor weights."""
     (args,) = parse_arguments(Arguments, args=argv)
     known = count_classes(args)
     assumed = () if known else (f"{DEFAULT_CLASSES:,} classes",)
@@ -135,7 +135,7 @@ def task(argv: list[str] | None = None) -> Task:
 
 
 def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assumed: tuple[str, ...] = ()) -> Task:
-    """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
+    """Describe the model, its loss and the tensors of a micro-batch: the same for training and for planning."""
 
     def micro_batch(size: int) -> Batch:
         images = torch.empty(size, 3, args.image_size, args.image_size, dtype=torch.uint8, device="meta")
@@ -159,12 +159,12 @@ def describe(args: Arguments, names: tuple[str, ...], loss: LabelLoss, *, assume
 
 
 def pixels_for(args: Arguments) -> Callable[..., Tensor]:
-    """From (B, 3, S, S) bytes to the network's input, augmented where an affine map is given."""
+    """Return a function from (B, 3, S, S) bytes to the network's input, augmented if an affine map is given."""
     return partial(to_pixel_values, **normalization(args), dtype=args.torch_dtype)
 
 
 def logits_of_images(model: nn.Module, batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:
-    """The (B, num_classes) logits in at least float32; bare from our models, in a record from those of transformers."""
+    """Return the (B, num_classes) logits in at least float32; models of transformers return them in a record."""
     output = model(pixels(batch["images"], batch.get("affine")))
     logits = getattr(output, "logits", output)
     return logits if logits.dtype == torch.float64 else logits.float()

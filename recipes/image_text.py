@@ -94,7 +94,7 @@ def train(run: Run) -> dict[str, Any]:
 
     validate = partial(evaluate, model, trained, accelerator, exact=batches.layout.is_bitwise)
     evaluation = {"collate_fn": rows.validation.collate}
-    training.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
+    training.evaluate_if_due(validate, rows.validation, **evaluation)  # with --eval_only, or where a signal stopped it
     for batch in training.steps():
         for micro_batch in batch.forwards(model):
             loss = summed_loss(model, micro_batch)

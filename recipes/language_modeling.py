@@ -6,8 +6,8 @@ On the CPU of any machine, without a network (the text of Python's own library; 
         --model_type gpt2 --config_overrides "n_layer=4,n_head=4,n_embd=128" --block_size 256 \
         --global_batch_size 16 --micro_batch_size 4 --max_steps 200 --output_dir out/lm
 
-On one GPU or several, fine-tuning a model of the Hub (or of a folder) on your text or conversations, all of it or by
-adapters. Conversations are written by the tokenizer's chat template, and the assistant's tokens count:
+On one GPU or several, fine-tune a model from the Hub (or from a folder) on your text or conversations, the whole model
+or LoRA adapters. The tokenizer's chat template formats conversations; the loss counts only the assistant's tokens:
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml --mixed_precision bf16 \
         recipes/language_modeling.py --model_name_or_path MODEL --train_file DATA.jsonl --block_size 2048 \
@@ -55,13 +55,13 @@ from memsave_recipes.run.recipe import (
 
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, TrainedPartArguments, SequenceArguments, LanguageModelArguments, RowArguments):
-    """The flags of language modeling; no language model has BatchNorm."""
+    """The flags of language modeling, without ``--batchnorm``: no language model has BatchNorm."""
 
     batchnorm: Literal["local", "sync", "global"] = field(default="local", init=False)
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """What the rows have to know of the model and of the run."""
+        """What ``load_rows`` has to know of the model and of the run."""
         return {
             "tokenizer_name": self.tokenizer_name_or_path,
             "model_type": self.model_type,
@@ -99,7 +99,7 @@ def train(run: Run) -> dict[str, Any]:
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
     model, optimizer = accelerator.prepare(trained, optimizer)  # not the schedule, which steps once on all ranks
 
-    # The activation plan that the flags name, or the fastest that fits the memory
+    # The activation plan that the flags name, or the fastest that fits the memory; ``model`` may be DDP around ``bare``
     plan = run.choose_plan(model, optimizer)
     handle = apply_plan(bare, plan)
     work, notices = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok", (rows.notice, trained.notice)
@@ -108,7 +108,7 @@ def train(run: Run) -> dict[str, Any]:
     shared = {"exact": batches.layout.is_bitwise, "shared_by": args.sequence_parallel, "tokens": rows.validation.tokens}
     validate = partial(evaluate, model, accelerator, **shared)
     evaluation = {"collate_fn": rows.validation.collate}
-    training.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
+    training.evaluate_if_due(validate, rows.validation, **evaluation)  # with --eval_only, or where a signal stopped it
     for batch in training.steps():
         for micro_batch in batch.forwards(model):
             loss = summed_loss(model, micro_batch)
@@ -128,19 +128,19 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def task(argv: list[str] | None = None) -> Task:
-    """The task of the flags, for ``memsave plan``: before there are text or weights."""
+    """Describe the task of the flags for ``memsave plan``, which has neither text nor weights."""
     (args,) = parse_arguments(Arguments, args=argv)
     return describe(args, args.vocab_size, 0, 0)
 
 
 def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_token_id: int | None) -> Task:
-    """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
+    """Describe the model, its loss and the tensors of a micro-batch: the same for training and for planning."""
     tokens = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
 
     def micro_batch(size: int) -> Batch:
         shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)
         names = ("input_ids", "labels", "position_ids" if args.packing else "attention_mask")
-        # One document a row: masks of windows and dropout's probabilities are the square of its length.
+        # One document a row, the longest: masks of windows and dropout's probabilities grow with the length's square.
         lengths = {"document_lengths": ((args.block_size,),) * size} if args.packing and not args.one_row else {}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names} | lengths
 
@@ -166,7 +166,7 @@ def settle(model: nn.Module, *, args: Arguments, accelerator: Accelerator, rows:
 
 
 def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
-    """The loss of a micro-batch, summed over the tokens that count."""
+    """Return the loss of a micro-batch, summed over the tokens that count."""
     return model(**micro_batch)
 
 
@@ -174,9 +174,12 @@ def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
 def evaluate(
     model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], *, tokens: Any, exact: bool, shared_by: int
 ) -> dict[str, float]:
-    """Over ``batches`` of ``tokens``: mean loss in nats a token, perplexity, bits a byte whatever the tokenizer.
+    """Return the mean loss in nats per token, perplexity, and bits per byte, which do not depend on the tokenizer.
 
-    ``exact`` adds the losses up without rounding, so that the ranks do not matter; ``shared_by`` ranks share a row.
+    Args:
+        tokens: what ``batches`` are made of: the number of its tokens and bytes.
+        exact: add the losses up without rounding, so that the number of ranks does not matter.
+        shared_by: the ranks that share a row.
     """
     model.eval()
     sums = [(model(**batch), count_valid(batch)) for batch in batches]
@@ -184,7 +187,7 @@ def evaluate(
     losses, counts = (torch.stack(column).cpu().double() for column in zip(*sums, strict=True))
     parts = [*torch.stack([losses, counts], dim=1)]
     loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=exact).tolist()
-    loss = loss_sum * shared_by / num_tokens  # each of them has counted the tokens of whole rows
+    loss = loss_sum * shared_by / num_tokens  # ranks that share a row have each counted all its tokens
     bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 

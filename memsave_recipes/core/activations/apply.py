@@ -53,9 +53,9 @@ def plan_blocks(model: nn.Module, strategy: str, running: Mapping[str, bool] | N
         model: anything in which ``find_stacks`` finds blocks.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``bottleneck`` (DenseNets), another of
             ``plan_for``, or the path of a ``plan.json``.
-        running: if known, the names of the blocks that run, in order, and whether a backward comes to each. A stack
-            without any (the tower for images of a model that is given text) is left out, the others are taken in the
-            order in which they run, and K counts no block without a backward.
+        running: if known, the names of the blocks that run, in order, and whether each has a backward. Stacks that do
+            not run (the image tower of a model that gets only text) are left out. The others are taken in the order in
+            which they run, and K counts no block without a backward.
 
     Raises:
         InputError: no such strategy or file, K out of range, or the model has no blocks for it.
@@ -83,9 +83,8 @@ def idle_of(running: Mapping[str, bool]) -> list[str]:
 def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "PlanHandle":
     """Make the training forward of ``model`` follow ``plan`` until ``remove()`` is called on the result.
 
-    Apply it before the model is wrapped or compiled.
-
     Args:
+        model: the module with the blocks, not a wrapper such as DDP's; not compiled yet.
         watch: is called in place of every span of a sequence and every layer, also those that keep everything.
 
     Raises:

@@ -3,8 +3,8 @@
 NOTE [ decisions ]
 * ``segments:K`` follows ``checkpoint_sequential``: K segments, the last one kept. Their sizes differ by at most one
   block; torch gives the whole remainder to the last.
-* Recomputation has two levels at most, and the second one only where no other plan fits without the host. Measured, it
-  has the same optimum as one level down to 35 % of the baseline's activations on ResNet-50, and 20 % on DenseNet-121.
+* Recomputation has two levels at most (``RECOMPUTE_NESTED``). The planner tries the second level only if no plan with
+  one level fits without offloading. On ResNet-50 one level goes down to 41 % of the baseline (``docs/recipes.md``).
 """
 
 from memsave_recipes.core.plans.plan import BUDGET_WORDS, Action, Plan, Span, plan_for, read_plan

@@ -1,7 +1,8 @@
 """A chain: the seconds and bytes of every block of a model, the input of the simulator and the solver.
 
 The name is that of Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains"
-(https://arxiv.org/abs/1911.13214). ``StaticMemory`` is what a step needs beside its chain.
+(https://arxiv.org/abs/1911.13214). ``StaticMemory`` is what a step needs beside its chain. "Rule" means a rule of
+NOTE [ the figures of a chain ].
 
 Notes: ``docs/design/plans.md``.
 """
@@ -18,19 +19,19 @@ ALLOCATION_BYTES = 512
 
 
 def allocated_bytes(sizes: Iterable[int], *, on_cpu: bool) -> int:
-    """Return the bytes that an allocator counts for such tensors: on an accelerator, in whole blocks each."""
+    """Return the bytes that an allocator counts for tensors of these sizes; an accelerator's rounds each one up."""
     return sum(sizes) if on_cpu else ALLOCATION_BYTES * sum(-(-size // ALLOCATION_BYTES) for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOption:
-    """One way to run a block by itself; rules 4 to 6 of the NOTE define the bytes.
+    """The costs of a block under one action by itself; rules 4 to 6 define the bytes.
 
     Args:
         action: ``KEEP``, or another one that a plan may give to a single block.
-        ratio: as of ``Span``.
-        added_s: seconds that a step takes longer than with ``KEEP``; below 0 where it is faster.
-        noise_s: of ``added_s``; rule 9 of the NOTE.
+        ratio: as in ``Span``.
+        added_s: seconds by which a step is slower than under ``KEEP``; below 0 if it is faster.
+        noise_s: the noise of ``added_s``: rule 9.
 
     Raises:
         ValueError: a figure that no measurement gives.
@@ -57,15 +58,15 @@ class BlockOption:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """The costs of one block.
+    """The costs of one block; rules 3, 5, 7 and 8 define the bytes.
 
     Args:
-        name: as in ``Plan.blocks``; of a block without a stack, any name that people understand.
-        stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
-        forward_s, backward_s: seconds of its forward and its backward when kept.
-        until_saved_bytes: ``None`` for all of its forward.
-        has_backward: ``False`` where it ``is_frozen``, or no loss depends on its output: what it saves is there until
-            the forward ends. It never runs again.
+        name: as in ``Plan.blocks``; a block without a stack has any name that people understand.
+        stack: the number of its stack, which no span leaves; ``None`` if the block is always kept.
+        forward_s, backward_s: seconds of its forward and its backward under ``KEEP``.
+        until_saved_bytes: ``None`` if a second run does not stop before the end of its forward.
+        has_backward: ``False`` if it ``is_frozen``, or no loss depends on its output. Then it never runs again, and
+            what it saves is there until the forward ends.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
@@ -120,7 +121,7 @@ class BlockCosts:
 
     @property
     def accumulating(self) -> "BlockCosts":
-        """The same in a later micro-batch, whose gradients are added to those of an earlier one as they are made."""
+        """The same in a later micro-batch, whose gradients are added to earlier ones as they are made: rule 6."""
         options = (
             replace(one, backward_transient_bytes=max(0, one.backward_transient_bytes - one.accumulated_bytes))
             for one in self.options
@@ -144,19 +145,20 @@ class Chain:
     """A model's blocks with their costs, and the memory that no block accounts for.
 
     Args:
-        blocks: in the order of the forward; rule 1 of the NOTE.
-        resident_bytes: parameters, buffers, optimizer state, batch.
+        blocks: in the order of the forward: rule 1.
+        resident_bytes: parameters, buffers, optimizer state, batch: rule 2.
         gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
             under accumulation. They are not in ``resident_bytes`` in either case.
         optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
-        span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
-            it runs again: the state of the random number generator where the CPU is the device.
-        extra_args_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
-        compiled: whether the layers compute compiled.
-        micro_batch_size, mlp_tile_tokens: of options in micro-batches and of those with tiles, if there are any.
-        noise_s: of the seconds of all blocks together; less than the sum over the blocks, whose errors differ.
-        host_bytes: pinned all the time: frozen weights that are streamed from there.
-        nested: whether spans may recompute block by block in their second run.
+        span_bytes: what a span that recomputes holds besides its input until its backward is done, and once more
+            during its second run: the state of the random number generator, if the device is the CPU.
+        extra_args_bytes: those of all blocks (masks and positions, say), each storage once. They are held if any block
+            runs twice.
+        compiled: whether the layers are compiled.
+        micro_batch_size, mlp_tile_tokens: those of options in micro-batches or with tiles, if there are any.
+        noise_s: the noise of all blocks together; less than the sum of theirs, as their errors differ.
+        host_bytes: memory of the host that is pinned all the time, for frozen weights that are streamed from it.
+        nested: whether plans may have ``RECOMPUTE_NESTED`` spans.
 
     Raises:
         ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
@@ -193,7 +195,7 @@ class Chain:
 
     @property
     def decided_names(self) -> tuple[str, ...]:
-        """Their names: the ``blocks`` of a plan for this chain."""
+        """The names of these blocks: ``Plan.blocks`` of a plan for this chain."""
         return tuple(self.blocks[position].name for position in self.decided)
 
     @property
@@ -203,20 +205,20 @@ class Chain:
 
     @property
     def states_bytes(self) -> list[int]:
-        """The bytes of the input of every block, and of the last output; 0 of the first, as the batch is resident."""
+        """The bytes of every block's input (the first has 0, as the batch is resident), and of the last output."""
         states = [0]
         for block in self.blocks:
             states.append(block.output_bytes + (states[-1] if block.passes_input else 0))
         return states
 
     def new_gradients_bytes(self, *blocks: BlockCosts) -> int:
-        """Return the bytes of parameter gradients that the backward of ``blocks`` leaves behind: rule 7 of the NOTE."""
+        """Return the bytes of parameter gradients that the backward of ``blocks`` leaves behind: rule 7."""
         if self.gradients_resident:
             return sum(block.tied_gradient_bytes for block in blocks)
         return sum(block.gradient_bytes for block in blocks)
 
     def nested_option(self, position: int) -> BlockOption:
-        """Return the costs of a block in a nested span: as measured, else those of one that recomputes by itself."""
+        """Return the costs of a block in a nested span: the measured ones, or those of recomputing by itself."""
         block = self.blocks[position]
         keep = block.option(Action.KEEP)
         with suppress(ValueError):
@@ -247,27 +249,27 @@ class StaticMemory:
     """Device memory besides parameters, buffers, batch, and the tensors of a forward and backward.
 
     Args:
-        state_bytes: the optimizer's state that stays on the device, an average of the weights included.
+        state_bytes: optimizer state that stays on the device, with an average of the weights.
         buckets_bytes: DDP's gradient buckets.
-        sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``, and the shards
-            of gradients where each micro-batch is reduced; or those of earlier ones on their way to the host.
+        sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``; shards of
+            gradients, if each micro-batch is reduced; or earlier gradients on their way to the host.
         exchange_bytes: ``GradientSums.exchanged_bytes``.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
-        leaving_bytes: of gradients that leave as they are made, so many are there at a time, besides the newest and
-            ``sums_bytes``; ``None`` where none leaves, or DDP takes them.
-        optimizer_bytes: of the optimizer's update, with state that visits the device for it, or of what ranks exchange
-            just before it.
-        in_backward: likewise of each parameter that is stepped in the backward, by its name.
+        leaving_bytes: for gradients that are copied to the host or used up as they are made: the most that is there at
+            a time, besides the newest one and ``sums_bytes``. ``None`` for other gradients, also if DDP takes them.
+        optimizer_bytes: temporaries of the optimizer's update, with state that visits the device for it; or what ranks
+            exchange just before it.
+        in_backward: the same for each parameter that is stepped in the backward, by its name.
         losses_bytes: the losses and norms of steps until they are logged.
         remote_bytes: weights that other ranks hold.
-        host_bytes: of the host, for what waits or is stepped there of the optimizer.
-        awaited_bytes: copied for it in a step while the device waits.
-        updated_bytes: that the host reads and writes where it steps.
-        updates_in_backward: whether it does so beside the backward.
-        device_updated_bytes: that the device reads and writes to clip the gradients and to step.
-        adding_bytes: likewise to add the gradients of a further micro-batch.
+        host_bytes: memory of the host for the optimizer, for what waits there or is stepped there.
+        awaited_bytes: copied between host and device in a step while the device waits.
+        updated_bytes: read and written by the host when it steps.
+        updates_in_backward: whether the host steps beside the backward.
+        device_updated_bytes: read and written by the device to clip the gradients and to step.
+        adding_bytes: read and written by the device to add the gradients of a further micro-batch.
     """
 
     state_bytes: int = 0
@@ -317,7 +319,7 @@ class StaticMemory:
         )
 
     def _leaving(self, blocks: Sequence[BlockCosts]) -> tuple[BlockCosts, ...]:
-        """Return ``blocks`` whose gradients are there up to ``leaving_bytes``; those of tied weights stay."""
+        """Return ``blocks`` of whose gradients at most ``leaving_bytes`` are there; those of tied weights stay."""
         free_bytes, found = self.leaving_bytes or 0, []
         for block in reversed(blocks):
             stays = min(block.gradient_bytes - block.tied_gradient_bytes, free_bytes)
@@ -329,10 +331,10 @@ class StaticMemory:
         return tuple(reversed(found))
 
     def _stepping(self, block: BlockCosts, stacks: tuple[str, ...]) -> BlockCosts:
-        """Return ``block`` with the largest update in its backward, as if that came at the peak.
+        """Return ``block`` with the largest update of a parameter added to the peak of its backward.
 
         Args:
-            stacks: how the names of parameters in blocks of stacks begin.
+            stacks: the prefixes of the names of parameters in blocks of stacks.
         """
         own = () if block.stack is None else (f"{block.name}.",)
         sizes = (size for name, size in self.in_backward.items() if name.startswith(own or stacks) is bool(own))
@@ -342,7 +344,7 @@ class StaticMemory:
 
 
 def _check_not_negative(costs: object) -> None:
-    """Refuse figures below 0 or infinite, but ``added_s``, which a faster action has below 0."""
+    """Refuse figures below 0 or infinite, except ``added_s``, which is below 0 for a faster action."""
     for name, value in vars(costs).items():
         if isinstance(value, int | float) and name != "added_s" and not 0 <= value < math.inf:
             raise ValueError(f"{name} cannot be {value}")

@@ -1,7 +1,7 @@
 """The plans of a chain as paths of a resource-constrained shortest path problem, and lower bounds on their costs.
 
-An *edge* runs the next blocks under one action and a path of edges over all blocks is a plan. Its cost is the added
-time with its noise; its resources are the bytes that it holds.
+An *edge* runs the next blocks under one action. A path of edges over all blocks is a plan. The cost of a path is the
+time that it adds, with its noise; its resources are the bytes that it holds.
 
 Notes: ``docs/design/plans.md``.
 """
@@ -18,11 +18,11 @@ HELD, WITH_STATE = 0, 1
 """Indices of ``Resources``."""
 
 Resources: TypeAlias = tuple[int, int]
-"""Rule 1 of NOTE [ resources ]: ``resources[HELD] <= resources[WITH_STATE]``, in bytes besides the static ones. A plain
-tuple, as the search makes millions of them."""
+"""By rule 1 of NOTE [ resources ], in bytes besides the static ones: ``resources[HELD] <= resources[WITH_STATE]``. A
+plain tuple, as the search makes millions of them."""
 
 EMPTY: Resources = (0, 0)
-"""Before the first block, whose input is the batch and resident."""
+"""The resources before the first block, whose input is the batch and resident."""
 
 
 class Edge(NamedTuple):
@@ -58,7 +58,7 @@ Edges: TypeAlias = list[list[Edge]]
 
 
 def edges_of(chain: Chain) -> Edges:
-    """List every edge of every plan: O(blocks^2) of them. Their peaks are above ``chain.extra_args_bytes``."""
+    """List every edge of every plan: O(blocks^2). Their peaks come on top of ``chain.extra_args_bytes``."""
     sizes = _Sizes(chain)
     return [
         [_single_block(sizes, position, option) for option in block.options if not option.action.kind.is_joint]
@@ -87,7 +87,7 @@ def tick_s(chain: Chain) -> float:
 
 
 class _Sizes:
-    """Sums along a chain: the bytes of each state, and of the gradients alive in each block's backward."""
+    """Sums along a chain: the bytes of each state, and of the gradients that are live in each block's backward."""
 
     def __init__(self, chain: Chain) -> None:
         self.blocks = chain.blocks
@@ -106,6 +106,7 @@ class _Sizes:
 
 
 def _single_block(sizes: _Sizes, position: int, option: BlockOption, extra_args_bytes: int = 0) -> Edge:
+    """Return the edge of one block under ``option``."""
     block = sizes.blocks[position]
     output, gradient = block.output_bytes, sizes.states[position + 1]
     # Holding an output that the input passes into is holding the input.
@@ -129,10 +130,10 @@ def _single_block(sizes: _Sizes, position: int, option: BlockOption, extra_args_
 
 
 def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
-    """List the spans from ``start`` on that run again together: 1, 2, ... blocks of its stack. They hold their input.
+    """List the spans of 1, 2, ... blocks from ``start`` on that run again together. They hold their input.
 
     Args:
-        nested: whether the second run keeps the inputs of the blocks alone, which then recompute one by one.
+        nested: whether the second run keeps only the inputs of the blocks, which then recompute one by one.
     """
     edges: list[Edge] = []
     first = sizes.blocks[start]
@@ -185,18 +186,18 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
 
 MAX_BLOCKS_RELAXED, MAX_CUTS = 3, 12
 LARGE_MULTIPLIER = 1e6
-"""Where bytes count for more than time: a charge for all free bytes, in multiples of the longest edge."""
+"""A multiplier so large that bytes count for more than time: its charge for all free bytes, in longest edges' costs."""
 
 CostToGo: TypeAlias = tuple[float, float]
-"""The least cost of the continuations that are charged for ``HELD``, and of those charged for ``WITH_STATE``."""
+"""The least costs of the continuations that are charged for ``HELD``, and of those charged for ``WITH_STATE``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionBound:
     """A lower bound on the cost of every feasible continuation: NOTE [ completion bounds ].
 
-    From ``position`` on that is the smaller of ``cost_to_go[position][i] + multiplier * resources[i]``. Behind
-    ``block`` nothing is charged: the multiplier is 0 (``multiplier_at``).
+    From ``position`` on it is the smaller of ``cost_to_go[position][i] + multiplier * resources[i]``, ``i`` being
+    ``HELD`` or ``WITH_STATE``. Behind ``block`` nothing is charged: the multiplier is 0 (``multiplier_at``).
     """
 
     block: int
@@ -229,9 +230,9 @@ class _Relaxation:
 
 
 def lower_bounds(edges: Edges, free_bytes: int) -> list[CompletionBound]:
-    """Return bounds for a few blocks, best first: each next block is where the path of the last one needs most.
+    """Return bounds for a few blocks, the best first. The next block is the one where the last bound's path peaks.
 
-    One without a multiplier is among them, which is the best one for small resources: the others pay for small ones.
+    One bound has the multiplier 0. It is the best for small resources, for which the others pay.
     """
     unlimited = latest = _relax(edges, free_bytes, 0, 0.0)
     best: dict[int, _Relaxation] = {}
@@ -277,6 +278,7 @@ def _relax(edges: Edges, free_bytes: int, block: int, multiplier: float) -> _Rel
 def _charged(
     leaving: list[Edge], cost_to_go: list[CostToGo], block: int, multiplier: float, free_bytes: int
 ) -> CostToGo:
+    """Return the costs to go of a block up to the charged one, by the edges that leave it."""
     least = [math.inf, math.inf]
     for edge in leaving:
         held, with_state = cost_to_go[edge.stop]
@@ -292,9 +294,9 @@ def _charged(
 
 
 def _peak_over(edge: Edge) -> int:
-    """Charged to the edge over the block, besides ``resources[held_from]``: no more than its peak.
+    """Return the bytes that the edge over the charged block adds to ``resources[held_from]``: no more than its peak.
 
-    Where that resource is ``HELD``, the bytes above the larger one are above the smaller one all the more.
+    ``HELD`` is never more than ``WITH_STATE``, so it may stand for it in a lower bound.
     """
     return max(edge.peak_over_held_bytes, edge.peak_over_state_bytes)
 

@@ -1,9 +1,10 @@
-"""A plan: one action for every block of a model, as frozen data in JSON; and the plans that have a name.
+"""A plan: one action for every block of a model, in frozen dataclasses and JSON; ``plan_for`` makes the named ones.
 
-A *span* is a run of neighbouring blocks with one action: the blocks of a ``RECOMPUTE`` span keep only the input of the
-span and run again, together, in the backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost",
-https://arxiv.org/abs/1604.06174). Those of a ``RECOMPUTE_NESTED`` span keep no more in that second run than the input
-of each block, and run a third time, one by one (section 4.3 of the same paper, with two levels).
+A *span* is a run of neighbouring blocks under one action. A ``RECOMPUTE`` span keeps only its input; its blocks run
+again, together, in the backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost",
+https://arxiv.org/abs/1604.06174). In a ``RECOMPUTE_NESTED`` span this second run keeps only the input of each block,
+and the blocks run a third time, one by one (section 4.3 of the same paper, with two levels). Under all other actions
+each block of a span is treated by itself.
 """
 
 import json
@@ -23,11 +24,11 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans.prediction import Prediction
 
 FORMAT_VERSION = 1
-STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it unchanged
+STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # the name in a plan.json: tables and lines print it unchanged
 
 
 class Action(StrEnum):
-    """On the activations of a span, between its forward and its backward."""
+    """What happens to the activations of a span between its forward and its backward; ``KINDS`` has the details."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -49,22 +50,23 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ActionKind:
-    """What an action does with blocks.
+    """The properties of an action.
 
     Args:
         label: its name in tables.
-        words: of ``Plan.describe`` for the blocks under it; ``{spans}`` counts its spans, ``{size}`` is the plan's
-            ``micro_batch_size``, ``{tile}`` its ``mlp_tile_tokens``.
+        words: what ``Plan.describe`` says of the blocks under it; ``{spans}`` is the number of its spans, ``{size}``
+            the plan's ``micro_batch_size``, ``{tile}`` the plan's ``mlp_tile_tokens``.
         strategy: the strategy that puts every block by itself under it.
         is_joint: whether the blocks of a span run again together, from the input of the first.
         runs_twice: whether a block runs again in the backward, wholly or in part.
-        starts_again: whether it does so from the very storage of its input.
+        starts_again: whether this second run reads the storage of the input itself, which nothing may overwrite.
         on_host: what waits in host memory: the tensors that a block saves, or its input alone.
         is_tiled: whether the MLP of a block takes some tokens at a time.
-        in_sublayers: whether attention and MLP of a layer start again from an input each, where it has such parts.
-        micro_batches_of: the action that it does for some samples at a time, each by itself.
-        is_eager: whether it is for eager layers alone.
-        is_bitwise: whether gradients are those without checkpointing, bit for bit, and not sums in another order.
+        in_sublayers: whether attention and MLP of a layer recompute separately, each from its own input, if the layer
+            has such parts.
+        micro_batches_of: the action that it applies to one micro-batch after the other inside each block.
+        is_eager: whether compiled layers cannot do it.
+        is_bitwise: whether gradients are bit for bit those without checkpointing, not sums in another order.
     """
 
     label: str
@@ -147,11 +149,11 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Blocks ``start`` to ``stop - 1``, treated together.
+    """Blocks ``start`` to ``stop - 1`` of a plan, under one action.
 
     Args:
-        ratio: of ``COMPILE``, and of no other action: the part of what a compiled block saves for its fastest backward
-            that it may save, from 0 to 1.
+        ratio: for ``COMPILE`` alone: a compiled block may save this part, from 0 to 1, of what it would save for its
+            fastest backward.
     """
 
     start: int
@@ -167,12 +169,12 @@ class Span:
 
     @property
     def way(self) -> "Way":
-        """Its action with the ratio."""
+        """Its action and ratio."""
         return self.action, self.ratio
 
 
 Way: TypeAlias = tuple[Action, float | None]
-"""An action with its ratio."""
+"""An action and its ratio."""
 AS_IT_IS: Way = (Action.KEEP, None)
 
 
@@ -184,10 +186,10 @@ class Plan:
         strategy: the name that made the plan, such as ``segments:2``.
         blocks: the name of every block, in the order of the forward.
         spans: cover all blocks once, in order.
-        compiled: whether all layers compute compiled, and actions are around that.
-        micro_batch_size: the samples that a block in micro-batches takes at once; for plans with such, and no others.
-        mlp_tile_tokens: the tokens that an MLP of a block with tiles takes at once; likewise.
-        prediction: the memory and time of a step, where ``make_plan`` has measured one; not compared, not written.
+        compiled: whether all layers are compiled; the actions apply to the compiled layers.
+        micro_batch_size: the samples that a block takes at once, if blocks run in micro-batches; else ``None``.
+        mlp_tile_tokens: the tokens that an MLP takes at once, if MLPs run in tiles; else ``None``.
+        prediction: the memory and time of a step, if ``make_plan`` has measured one; not compared, not written.
 
     Raises:
         ValueError: the spans leave a block out or name one twice, or they contradict a size.
@@ -215,39 +217,39 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """The names of the blocks that run twice."""
+        """The names of the blocks under ``RECOMPUTE``."""
         return self.blocks_under(Action.RECOMPUTE)
 
     @property
     def offloads(self) -> tuple[Action, ...]:
-        """The actions of its blocks that take host memory."""
+        """Its actions that take host memory."""
         return tuple(action for action in Action if action.kind.on_host and self.blocks_under(action))
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether gradients are bit for bit those of the same layers without checkpointing, not sums otherwise."""
+        """Whether gradients are bit for bit those of the same layers (compiled or not) without checkpointing."""
         return all(span.action.kind.is_bitwise for span in self.spans)
 
     @property
     def compiles(self) -> bool:
-        """Whether it compiles layers: all, or, in a plan of an earlier version, those under ``COMPILE``."""
+        """Whether it compiles layers: all of them, or in a plan of an earlier version those under ``COMPILE``."""
         return self.compiled or bool(self.blocks_under(Action.COMPILE))
 
     @property
     def asks_to_compile(self) -> bool:
-        """Whether its strategy is compiled layers, and not one around layers that may be."""
+        """Whether its strategy is ``compiled``: then a layer that cannot compile is an error, else it stays eager."""
         return UNIFORM_STRATEGIES.get(self.strategy.partition(":")[0]) is Action.COMPILE
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The ratios of its compiled blocks that save a part, from the largest on."""
+        """The ratios of its spans under ``COMPILE``, the largest first."""
         return tuple(sorted({span.ratio for span in self.spans if span.ratio is not None}, reverse=True))
 
     def on_compiled_layers(self) -> "Plan":
-        """Return the same plan around compiled layers, of which those under ``SELECT_OPS`` save a part.
+        """Return the same plan for compiled layers: ``COMPILE`` with the default ratio replaces ``SELECT_OPS``.
 
         Raises:
-            InputError: an action is for eager layers alone.
+            InputError: compiled layers cannot do one of its actions.
         """
         if self.compiles:
             return self
@@ -260,10 +262,10 @@ class Plan:
         return replace(self, spans=tuple(spans), compiled=True)
 
     def in_micro_batches(self, size: int) -> "Plan":
-        """Return the same plan whose blocks recompute ``size`` samples at a time, each by itself.
+        """Return the same plan, but each block that recomputes runs ``size`` samples at a time.
 
         Raises:
-            InputError: none recomputes, or those of a file do so with another size.
+            InputError: no block recomputes, or the plan of a file has another size.
         """
         if self.micro_batch_size not in (None, size):
             raise InputError(
@@ -287,7 +289,7 @@ class Plan:
         return tuple(name for span in spans for name in self.blocks[span.start : span.stop])
 
     def describe(self) -> str:
-        """One line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
+        """Return a line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
         num_spans = sum(span.action is Action.RECOMPUTE for span in self.spans)
         spans = f"{num_spans} {'span' if num_spans == 1 else 'spans'}"
         under = ((len(self.blocks_under(action)), action.kind.words) for action in Action)
@@ -368,8 +370,8 @@ def read_plan(path: str | Path) -> Plan:
 
 
 Stacks = Sequence[Sequence[str]]
-"""The names of a model's blocks. Blocks of one stack feed one another, so a span may hold several of them; no span
-crosses from one stack into the next."""
+"""The names of a model's blocks, stack by stack. Each block of a stack feeds the next one, so a span may join them. No
+span crosses from one stack into the next."""
 
 
 def count_blocks(stacks: Stacks) -> int:
@@ -378,10 +380,10 @@ def count_blocks(stacks: Stacks) -> int:
 
 
 def as_they_run(stacks: Stacks, running: Iterable[str]) -> list[Sequence[str]]:
-    """Return the stacks of which a block runs, in the order in which they begin.
+    """Return the stacks that run, in the order in which their first blocks do.
 
     Args:
-        running: the blocks that run, in order.
+        running: the names of the blocks that run, in order.
     """
     first: dict[str, int] = {}
     for position, name in enumerate(running):
@@ -393,7 +395,7 @@ def as_they_run(stacks: Stacks, running: Iterable[str]) -> list[Sequence[str]]:
 def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:
     """Recompute each ``interval``-th block, beginning with the first, by itself.
 
-    The same layers as ``activation_checkpointing_enable(every_n_layers)`` of transformers.
+    These are the layers that ``activation_checkpointing_enable(every_n_layers)`` of transformers recomputes.
     """
     return tuple(
         Span(start=index, stop=index + 1, action=Action.KEEP if index % interval else Action.RECOMPUTE)
@@ -408,10 +410,10 @@ def all_under(stacks: Stacks, action: Action, ratio: float | None = None) -> tup
 
 
 def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
-    """Cut the blocks into ``count`` segments of nearly equal size, and where a stack ends; keep the last one.
+    """Cut the blocks into ``count`` segments of nearly equal size, and also where a stack ends; keep the last segment.
 
-    The method of ``torch.utils.checkpoint.checkpoint_sequential``. The backward of the last segment comes first, so
-    recomputing it would free nothing; ``segments:1`` is the baseline.
+    This is the method of ``torch.utils.checkpoint.checkpoint_sequential``. The backward of the last segment comes
+    first, so recomputing it would free nothing. ``segments:1`` is the baseline.
     """
     last_segment = count_blocks(stacks) * (count - 1) // count
     return tuple(
@@ -421,7 +423,7 @@ def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
 
 
 def nested(stacks: Stacks, count: int) -> tuple[Span, ...]:
-    """Recompute all of the same segments, and in the second run each of their blocks again."""
+    """Recompute each of ``count`` segments, also the last one, and in the second run recompute each block again."""
     spans = _cut(stacks, count)
     return tuple(Span(start=start, stop=stop, action=Action.RECOMPUTE_NESTED) for start, stop in spans)
 
@@ -432,7 +434,7 @@ def _cut(stacks: Stacks, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread(spans: Sequence[Span], blocks: Sequence[str], idle: Collection[str]) -> tuple[Span, ...]:
-    """Spans of the blocks that are not idle as spans of all, with those between them kept."""
+    """Number spans of the blocks that are not idle among all ``blocks``, and keep the idle ones."""
     at = [position for position, name in enumerate(blocks) if name not in idle]
     spread = [replace(span, start=at[span.start], stop=at[span.stop - 1] + 1) for span in spans]
     spread += [Span(start=i, stop=i + 1, action=Action.KEEP) for i, name in enumerate(blocks) if name in idle]
@@ -440,7 +442,7 @@ def _spread(spans: Sequence[Span], blocks: Sequence[str], idle: Collection[str])
 
 
 UNIFORM_STRATEGIES = {action.kind.strategy: action for action in Action if action.kind.strategy}
-"""Those that put every block by itself under one action."""
+"""The strategies that put every block by itself under one action."""
 TILED_STRATEGIES = tuple(name for name, action in UNIFORM_STRATEGIES.items() if action.kind.is_tiled)
 OFFLOADING_STRATEGIES = tuple(
     name for name, action in UNIFORM_STRATEGIES.items() if action.kind.on_host and not action.kind.is_tiled
@@ -449,7 +451,7 @@ COUNTED_STRATEGIES = {"every": every, "segments": segments, "nested": nested}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.core.planner
 COMPILED_MEMORY_RATIO = 0.3
 MLP_TILE_TOKENS = 1024
-"""By default; products of fewer rows keep a GPU waiting."""
+"""The default; a matrix product of fewer rows does not keep a GPU busy."""
 MAX_DIGITS = 10
 KNOWN = (
     "none, full, every:K, segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
@@ -467,12 +469,12 @@ def plan_for(strategy: str, stacks: Stacks, idle: Collection[str] = ()) -> Plan:
     """Return the plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
-        strategy: any of ``KNOWN`` but ``bottleneck``, ``budget`` and a path.
+        strategy: any of ``KNOWN`` but ``bottleneck``, ``budget``, ``budget:bitwise`` and a path.
         stacks: names of the blocks, in the order of the forward.
-        idle: those without a backward, which save nothing: where K counts blocks, these are kept and do not count.
+        idle: blocks without a backward, which save nothing; strategies with a K keep them and do not count them.
 
     Raises:
-        InputError: no such strategy, or K, TOKENS or RATIO is no number in its range.
+        InputError: there is no such strategy, or K, TOKENS or RATIO is out of its range.
     """
     blocks = tuple(name for stack in stacks for name in stack)
     plan = partial(Plan, strategy=strategy, blocks=blocks)

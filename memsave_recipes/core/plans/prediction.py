@@ -14,7 +14,7 @@ class SpanPrediction:
 
     Args:
         blocks: the name of the first one, and after ``..`` that of the last where there are several.
-        action: as ``Action``.
+        action: the value of an ``Action``.
         saved_bytes, baseline_bytes: saved for backward, under the plan and under the baseline.
         added_s: seconds that the plan adds to the step.
     """
@@ -33,8 +33,8 @@ class Prediction:
     Args:
         peak_bytes, baseline_peak_bytes: the most that is allocated, under the plan and under the baseline.
         baseline_s: seconds of a forward and backward under the baseline.
-        added_s: seconds that the plan adds; below 0 where it is faster.
-        noise_s: by which the two together may be wrong, because the measured times of the blocks vary.
+        added_s: seconds that the plan adds; below 0 if it is faster.
+        noise_s: the error of ``baseline_s + added_s``, because the measured times of the blocks vary.
         host_bytes: pinned memory of the host, at most.
     """
 

@@ -1,8 +1,8 @@
-"""The memory and the traffic of a rank that holds weights in shards: ``simulate`` for ZeRO's third stage.
+"""The memory and the traffic of a rank that holds weights in shards: ``simulate`` for FSDP2 (ZeRO's third stage).
 
 A *unit* is weights that are gathered together (``core/sharding/units.py``). Each of W ranks has ``ceil(rows / W)`` rows
-of every weight, the last ones less; what travels is padded to W times as many. Bytes are those of the first rank, which
-has most.
+of every weight, the last ranks fewer; ranks exchange W times as many, with padding. Bytes are those of the first rank,
+which has the most.
 
 Notes: ``docs/design/plans.md``.
 """
@@ -20,19 +20,19 @@ ROOT = "the root"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedUnit:
-    """Weights that are gathered together, in bytes of all ranks, padding included.
+    """Weights that are gathered together. Bytes are those of all ranks, with padding, if not said otherwise.
 
     Args:
-        parts: the names of the blocks of a chain, and of its parts between them, whose modules they belong to; the root
-            has none.
-        gathered_bytes: of the weights.
-        rounding_bytes: that a device's allocator adds to the weights, each of which has memory of its own.
-        reduced_bytes: of the gradients of those that train.
-        cast_bytes: of a rank's shards in the dtype of the gathered weights, where shards have another.
-        copied_bytes: of padded copies of gradients while they are reduced.
-        frees_last: whether the buffer of the unit before is freed when its own is filled, and not when that is copied.
+        parts: the names of the blocks of the chain that hold the weights, with or without a stack; the root has none.
+        gathered_bytes: the weights.
+        rounding_bytes: what a device's allocator adds to the weights, each of which has memory of its own.
+        reduced_bytes: the gradients of weights that train.
+        cast_bytes: one rank's shards in the dtype of the gathered weights, if shards have another dtype.
+        copied_bytes: padded copies of gradients while they are reduced.
+        frees_last: whether the buffer of the unit before is freed as soon as this unit's buffer is filled; if not,
+            when that has been copied.
         stays: whether the weights stay between their forward and their backward.
-        takes_gradient: whether its input may need a gradient, which that of an embedding never does.
+        takes_gradient: whether its input may need a gradient; that of an embedding never does.
     """
 
     parts: frozenset[str]
@@ -56,13 +56,12 @@ class Shards:
     """The units of a model, in the order in which it registers them, the root first.
 
     Args:
-        num_ranks: that hold the weights together.
-        num_replicas: groups of so many ranks that replicate one another.
+        num_ranks: the ranks of a group, which hold the weights together.
+        num_replicas: the number of such groups, which replicate one another.
         accumulates: whether there are gradients of earlier micro-batches; they are in the chain's ``resident_bytes``.
-        leaving_bytes: of gradients that leave for the host, at most, besides those of the last two units; ``None``:
-            they stay.
-        num_unreduced: micro-batches whose gradients stay whole until the next one of their step reduces them with its
-            own; none where each is reduced.
+        leaving_bytes: for gradients that leave for the host, the most that is there at a time, besides those of the
+            last two units; ``None`` if they stay.
+        num_unreduced: the micro-batches of a step before the last one, if only the last one reduces gradients; else 0.
     """
 
     units: tuple[ShardedUnit, ...]
@@ -79,10 +78,10 @@ def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[Tim
     Args:
         chain: ``resident_bytes`` are those of the rank, with shards in place of weights and state; the
             ``gradient_bytes`` of its blocks are those of whole weights, and none are resident.
-        shards: their units are those of ``plan``.
+        shards: with the units of ``plan``.
 
     Raises:
-        ValueError: as ``simulate``, or gradients are resident.
+        ValueError: as ``simulate`` does, or gradients are resident.
     """
     if chain.gradients_resident:
         raise ValueError("whole gradients are never resident where weights are in shards")
@@ -189,7 +188,7 @@ class _MicroBatch:
         self.behind = unit
 
     def _backward(self, turns: list[list[TimelinePoint]]) -> Iterator[TimelinePoint]:
-        """Rules 2 to 4, block by block."""
+        """Follow rules 2 to 4, block by block."""
         begins = [*map(self._begin, turns), self._end(turns[-1][-1])]
         if self.root is not None:
             self._fill_before(self.root)
@@ -296,12 +295,12 @@ def _turns(points: list[TimelinePoint]) -> Iterator[list[TimelinePoint]]:
 
 
 def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[float, float]:
-    """Return the seconds that weights and gradients of a micro-batch travel, and those of them that nothing hides.
+    """Return the seconds of traffic of weights and gradients in a micro-batch, and how many of them nothing hides.
 
     They are means over the micro-batches that are reduced together: NOTE [ traffic ].
 
     Args:
-        bytes_per_s: that a rank sends.
+        bytes_per_s: the rate at which a rank sends.
     """
     sent = hidden = 0.0
     for unit in shards.units:

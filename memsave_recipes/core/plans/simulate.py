@@ -1,6 +1,6 @@
 """Simulate a step under a plan: its memory timeline and peak, the added time, and the host memory that it pins.
 
-Notes: ``docs/design/plans.md``.
+Notes: NOTE [ the memory of one forward and backward ] and others, in ``docs/design/plans.md``.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from itertools import takewhile
 from memsave_recipes.core.plans.chain import BlockOption, Chain
 from memsave_recipes.core.plans.plan import Action, Plan, Span, plan_for
 
-PINNING = 8  # pinning wastes at most one part in so many
+PINNING = 8  # pinned memory is larger than what it holds by at most one part in so many
 Storages = dict[str, int]
 """Bytes by the name of the storage; ``|`` joins two sets of them, each storage once."""
 
@@ -21,11 +21,12 @@ class TimelinePoint:
 
     Args:
         phase: forward, recomputation, backward or optimizer; in shards also gathering and reduction.
-        block: its name; of the optimizer, empty.
-        position: of the block in the chain.
+        block: the name of the block; empty in the optimizer's update.
+        position: the position of the block in the chain.
         gradients_bytes: the parameter gradients made so far.
-        held_bytes: held by other blocks until their backward.
-        own_bytes: live for this block, with ``temporary_bytes``: neither its input nor its output nor saved by it.
+        held_bytes: what other blocks hold until their backward.
+        own_bytes: what is live for this block alone, ``temporary_bytes`` included.
+        temporary_bytes: its transient peak, and after its forward also the gradient of its output.
         traffic_bytes: weights that are gathered and gradients on their way, in shards.
     """
 
@@ -47,7 +48,7 @@ class TimelinePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The costs of a step under a plan; the solver minimises ``added_s`` and ``noise_s``, its error, together."""
+    """The costs of a step under a plan. The solver minimises the sum of ``added_s`` and ``noise_s``, its error."""
 
     peak: TimelinePoint
     added_s: float
@@ -72,7 +73,7 @@ def simulate(chain: Chain, plan: Plan) -> Simulation:
     """Simulate a step of ``chain`` under ``plan``.
 
     Raises:
-        ValueError: the plan was made for other blocks, joins blocks of two stacks, or needs costs that the chain lacks.
+        ValueError: the plan is for other blocks, joins blocks of two stacks, or needs costs that the chain lacks.
     """
     seconds = [_seconds(chain, span) for span in _spans(chain, plan)]
     return Simulation(
@@ -130,7 +131,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
 
 
 def _spans(chain: Chain, plan: Plan) -> list[Span]:
-    """Return the plan's spans in positions of the chain, those that do not recompute cut into single blocks."""
+    """Return the plan's spans in positions of the chain; those that do not run again together become single blocks."""
     if plan.blocks != chain.decided_names:
         raise ValueError(f"the plan {plan.strategy} was made for other blocks than those of this chain")
     spans = [Span(start=i, stop=i + 1, action=Action.KEEP) for i, b in enumerate(chain.blocks) if b.stack is None]
@@ -167,7 +168,7 @@ def timeline(chain: Chain, plan: Plan, *, at_most: bool = False) -> Iterator[Tim
     """Yield the live bytes of a step under ``plan``: every block's forward and backward, then the optimizer.
 
     Args:
-        at_most: the first run of blocks that recompute, as if all that is saved in a block were there until its end.
+        at_most: the first run of blocks that recompute is an upper bound: all that a block saves counts until its end.
     """
     spans = _spans(chain, plan)
     states = _states(chain)

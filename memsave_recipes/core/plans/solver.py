@@ -1,22 +1,22 @@
 """The plan that adds the least time under a byte budget: an exact shortest path search over the plans of a chain.
 
-The problem. Choosing the runs of blocks to recompute by dynamic programming is Beaumont, Eyraud-Dubois, Herrmann, Joly
-and Shilova 2019, "Optimal checkpointing for heterogeneous chains" (https://arxiv.org/abs/1911.13214). Theirs recomputes
-within recomputations to any depth and rounds bytes to slots. Ours stays with the plans that ``apply_plan`` can apply,
-and rounds no bytes.
+The problem. Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains"
+(https://arxiv.org/abs/1911.13214), choose the blocks to recompute by dynamic programming. Their plans recompute within
+recomputations to any depth, and bytes are rounded to slots. Ours are the plans that ``apply_plan`` can apply, and no
+bytes are rounded.
 
-The guarantee. Of all plans (every split of the stacks into spans, every action per block that the chain has costs for)
-none whose simulated peak fits adds less time than ``solve``'s, noise counted in: plans are paths by NOTE [ resources ],
-and ``shortest_path`` proves its path optimal, or bounds the gap.
+The guarantee. Take all plans: every split of the stacks into spans, every action per block that the chain has costs
+for. None whose simulated peak fits adds less time than ``solve``'s, noise counted in. For plans are paths (NOTE
+[ resources ]), and ``shortest_path`` proves its path optimal, or bounds the gap.
 
 NOTE [ label setting ]
 1. Paths grow block by block as *labels* (cost, resources). A label that another one at its block dominates is dropped.
-   That alone is exact but keeps too many labels on long chains, so two more kinds are pruned, without loss: labels
-   without a feasible continuation, and labels whose completion bound reaches the best path found so far.
-2. The first pass keeps a few labels a block and finds a good path; later passes keep more. The path is optimal as soon
-   as a pass truncates no label that might still have led to a better one.
-3. The problem contains the knapsack problem, so there are chains for which the last pass still truncates some: then
-   ``gap`` is the most by which another path may be better.
+   That alone is exact but keeps too many labels on long chains. So two more kinds are pruned, without loss: labels
+   without a feasible continuation, and labels whose completion bound is no better than the best path found so far.
+2. The first pass keeps a few labels per block and finds a good path; later passes keep more. The path is optimal as
+   soon as a pass drops (truncates) no label that might still have led to a better one.
+3. The problem contains the knapsack problem, so for some chains even the last pass truncates labels. Then ``gap`` is
+   the most by which another path may be better.
 """
 
 import math
@@ -46,7 +46,7 @@ from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 
 STRATEGY = "budget"
 MAX_LABELS = (8, 128, 4096)
-"""Of a block, in each pass."""
+"""The labels that each pass keeps of a block."""
 
 
 def solve(chain: Chain, budget_bytes: int) -> Plan:
@@ -72,14 +72,14 @@ def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
 
 
 def _searches(chain: Chain) -> Iterator[tuple[Edges, int]]:
-    """Yield edges and the bytes under all of their plans: for all plans, and those without ``extra_args_bytes``."""
+    """Yield edges, with the bytes that all their plans hold: first all edges, then those without second runs."""
     yield edges_of(chain), chain.static_bytes + chain.extra_args_bytes
     if chain.extra_args_bytes:
         yield edges_without_second_runs(chain), chain.static_bytes
 
 
 def smallest_feasible(chain: Chain) -> int:
-    """Return the fewest bytes that a plan can be found for."""
+    """Return the smallest budget, in bytes, for which there is a plan."""
     plain_bytes = simulate(chain, keep_all(chain)).peak_bytes
     fewest = [_fewest_bytes(edges, plain_bytes - static) + static for edges, static in _searches(chain)]
     return max(min(fewest), _floor_bytes(chain))
@@ -103,6 +103,7 @@ def _floor_bytes(chain: Chain) -> int:
 
 
 def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
+    """Return the plan whose spans are the edges of ``path``."""
     spans: list[Span] = []
     position = index = 0  # in the chain, and among the blocks that plans decide about
     for edge in path:
@@ -177,7 +178,7 @@ def shortest_path(edges: Edges, free_bytes: int) -> ShortestPath | None:
 
 
 def resource_bounds(edges: Edges, free_bytes: int) -> list[list[Resources]]:
-    """For each block the largest resources with a feasible continuation; none where there is none, even from 0."""
+    """Return for each block the largest resources with a feasible continuation; none if there is none, even from 0."""
     bounds: list[list[Resources]] = [[] for _ in edges] + [[(free_bytes, sys.maxsize)]]
     for position in reversed(range(len(edges))):
         found = {_bound_before(edge, bound, free_bytes) for edge in edges[position] for bound in bounds[edge.stop]}
@@ -237,11 +238,11 @@ class _Search:
 
     @property
     def cutoff(self) -> float:
-        """The cost that a better path stays below: ticks are whole, bounds carry rounding."""
+        """The cost below which a path is better: half a tick less, as ticks are whole and bounds carry rounding."""
         return self.best[0] - 0.5
 
     def run(self, max_labels: int) -> float:
-        """Extend at most ``max_labels`` labels a block; a lower bound on the cost of every path truncated by that."""
+        """Extend at most ``max_labels`` labels per block; return a lower bound on the cost of the truncated paths."""
         truncated = math.inf
         reached: list[list[Label]] = [[] for _ in self.resource_bounds]
         reached[0].append((0, EMPTY, None, None))
