@@ -133,7 +133,7 @@ def test_the_wheel_alone_plans_trains_resumes_compares_and_predicts(everything, 
     run("memsave", "recipes", "--copy", ".")
     flags = ["recipes/image_classification.py", "--config", "recipes/configs/demo.yaml"]
     run("memsave", "plan", *flags, "--target", "cpu")
-    train = ["memsave", "launch", "--config_file", "accelerate_configs/cpu.yaml", *flags, "--output_dir", "out/a"]
+    train = ["accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml", *flags, "--output_dir", "out/a"]
     train += [
         "--save_every",
         "2",
