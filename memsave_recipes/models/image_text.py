@@ -131,7 +131,8 @@ def _entries_of(processor: Any, config: Any) -> dict[str, Any]:
     named = [name for name in ("image_token_id", "image_token_index") if name in config.to_dict()]
     if not named:
         raise InputError(f"--model_type {config.model_type} has no token for an image: take another type")
-    return {"text_config": {"vocab_size": len(tokenizer), **special}, named[0]: processor.image_token_id}
+    token = getattr(tokenizer, "image_token_id", processor.image_token_id)  # the processor's may be one before images
+    return {"text_config": {"vocab_size": len(tokenizer), **special}, named[0]: token}
 
 
 def train_part_of_image_text(model: PreTrainedModel, flags: Any) -> Any:

@@ -3,11 +3,13 @@
 import image_text_models
 import pytest
 import torch
+from lives import loaded
 from transformers import AutoModelForImageTextToText
 from zoo.tiny import tiny_config
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.causal_lm import CausalLMLoss
+from memsave_recipes.models.image_text import build_image_text_model
 
 
 def in_float64(batch):
@@ -47,3 +49,12 @@ def test_states_without_labels_are_refused():
     tokens = torch.arange(3, 19).view(2, 8)
     with pytest.raises(InputError, match=r"GitForCausalLM makes [\d,]+ states for 16 labels"):
         CausalLMLoss(model, "full")(input_ids=tokens, labels=tokens, pixel_values=torch.randn(2, 3, 64, 64))
+
+
+def test_a_model_from_scratch_has_the_image_token_of_its_tokenizer():
+    """That of Gemma 3's processor is one before images."""
+    processor = image_text_models.make_processor("gemma3")
+    with loaded("image_text") as recipe, torch.device("meta"):
+        args = recipe.Arguments(model_type="gemma3", processor_name="FOLDER", output_dir="OUT")
+        model = build_image_text_model(args, processor, with_weights=False)
+    assert model.config.image_token_id == processor.tokenizer.image_token_id != processor.image_token_id
