@@ -7,7 +7,7 @@ from triton_kernels.page import RESULTS, page_of
 
 FIGURES = json.loads(RESULTS.read_text(encoding="utf-8"))
 GRAPHS = {"swin": 3}
-SPILLED_BYTES = {("swin", "sm_80"): 8, ("resnet", "sm_80"): 48}
+SPILLED_BYTES = {("swin", "sm_80"): 64}
 """Of kernels that inductor wrote for the larger card."""
 
 

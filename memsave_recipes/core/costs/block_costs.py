@@ -296,7 +296,9 @@ def _comparable(value: Any) -> Hashable:
 
 def _fits(host: Host, plan: Plan, traces: dict["_Run", StepTrace]) -> bool:
     """Return whether the host has memory for all that ``plan`` moves, by the trace of the baseline, the first plan."""
-    return not plan.offloads or host.holds(most_offloaded_bytes(next(iter(traces.values())), way_of(plan)[0]))
+    if not plan.offloads or host.budget_bytes is None:  # and an offloading plan may be the first
+        return True
+    return host.holds(most_offloaded_bytes(next(iter(traces.values())), way_of(plan)[0]))
 
 
 def way_of(plan: Plan) -> Way:

@@ -559,7 +559,7 @@ def test_a_budget_takes_blocks_in_micro_batches_with_their_inputs_on_the_host():
     assert least.plan.blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD)
     assert least.plan.micro_batch_size == 16
     assert least.host_bytes > 0
-    assert least_memory(measured, StaticMemory(), 0).peak.total_bytes > least.peak.total_bytes
+    assert least_memory(measured, StaticMemory(), Host(0)).peak.total_bytes > least.peak.total_bytes
     named = plans_to_measure("full_offload", workload, device_type="cuda", micro_batch_size=16)
     assert named[-1].blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD) == named[-1].blocks
 
