@@ -170,8 +170,10 @@ def test_experts_without_adapters_are_named_with_their_share(model_type, experts
     assert without_adapters(model) is None
     add_lora(model, LoraArguments(lora=True, lora_rank=1), task_type="CAUSAL_LM")
     line = without_adapters(model)
-    if experts is None:
-        assert line is None
+    if experts is None:  # older versions of peft leave all experts out
+        has_experts = any(".experts" in name for name in weights)
+        finds_them = any(".lora_" in name and ".experts" in name for name, _ in model.named_parameters())
+        assert (line is None) == (finds_them or not has_experts)
     else:
         assert line.endswith(f"which stay frozen: {experts}")
         assert abs(float(line.split("%")[0].removeprefix("note: ")) / 100 - share) < 0.06  # adapters are weights, too

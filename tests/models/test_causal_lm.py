@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsave_recipes.core import losses
@@ -191,6 +192,8 @@ MIXTURES = {
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_balancing_loss_is_that_of_transformers(name, loss):
     """In training; and with its gradients under every kind of plan."""
+    if name in ("granitemoe", "jetmoe") and transformers.__version__ < "5.18":
+        pytest.skip("transformers' own balancing loss of this model fails")
     changes = {"output_router_logits": True, "router_aux_loss_coef": 10.0, **MIXTURES[name]}
     model = build(name, **changes).float().train()
     mask = torch.ones(3, 16, dtype=torch.int64)
