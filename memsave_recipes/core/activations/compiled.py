@@ -47,7 +47,7 @@ NEVER_COMPILED = "memsave_never_compiled"
 WAYS_OUT = "use another strategy, on eager layers (--compile none)"
 _numbers = count()
 NOTHING = nullcontext()
-"""In place of a change of torch's settings that they have already, as that takes 10 us."""
+"""Used where torch has the setting already: to set it anew takes 10 us a call."""
 
 
 ALL = 1.0

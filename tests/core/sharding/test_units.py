@@ -1,11 +1,13 @@
 """Which weights are gathered together, and what is refused."""
 
 import pytest
+import torch
 from small_runs import build_model
 from torch import nn
 
 from memsave_recipes.core.activations import find_stacks, plan_blocks
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.sharding import ShardGroups, shard
 from memsave_recipes.core.sharding.units import joint_blocks, sharded_units, units_of
 
 
@@ -77,3 +79,13 @@ def test_a_weight_in_a_layer_and_outside_is_refused():
     model.classifier.weight = next(parameter for parameter in layer.parameters() if parameter.ndim == 2)
     with pytest.raises(InputError, match="are one weight"):
         names_of_units(model)
+
+
+def test_masters_are_refused_for_weights_of_two_dtypes():
+    """As of adapters in float32 on a model in bfloat16; and whatever is refused is as it was."""
+    model = build_model("llama").bfloat16()
+    model.model.norm.float()
+    groups = ShardGroups.of("full", 2)
+    with pytest.raises(InputError, match=r"of one dtype, and these have torch\.bfloat16 and torch\.float32"):
+        shard(model, model, plan_blocks(model, "none"), groups, torch.device("cpu"), with_masters=True)
+    assert model.lm_head.weight.dtype == torch.bfloat16
