@@ -104,20 +104,10 @@ class BlockCosts:
         return not (self.has_backward or self.option(Action.KEEP).saved_bytes)
 
     @property
-    def first_run_bytes(self) -> int:
-        """The transient of a first run that saves nothing, at most: up to where the last tensor would be saved."""
+    def until_last_saved_bytes(self) -> int:
+        """The transient up to its last saved tensor: of a first run that saves nothing, and of the last of a span."""
         whole = self.option(Action.KEEP).forward_transient_bytes
         return whole if self.until_saved_bytes is None else min(whole, self.until_saved_bytes)
-
-    @property
-    def second_run_bytes(self) -> int:
-        """The transient of its second run, when the variables of the forward are gone."""
-        return max(0, self.option(Action.KEEP).forward_transient_bytes - self.variables_bytes)
-
-    @property
-    def last_of_span_bytes(self) -> int:
-        """The same where it is the last block of a span."""
-        return max(0, self.first_run_bytes - self.variables_bytes)
 
     @property
     def accumulating(self) -> "BlockCosts":
@@ -233,7 +223,7 @@ class Chain:
             saves_output=False,
             forward_transient_bytes=keep.forward_transient_bytes,
             backward_transient_bytes=max(
-                block.last_of_span_bytes + block.untracked_bytes + self.span_bytes,
+                block.until_last_saved_bytes + block.untracked_bytes + self.span_bytes,
                 rebuilt_bytes + keep.backward_transient_bytes,
             ),
         )

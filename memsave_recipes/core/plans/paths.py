@@ -150,7 +150,7 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
         option = sizes.nested_option(position) if nested else block.option(Action.KEEP)
         reached = rebuilt[WITH_STATE]
         behind_input = sizes.states[position] - passed
-        first_run = max(first_run, behind_input + sizes.span_bytes + block.first_run_bytes)
+        first_run = max(first_run, behind_input + sizes.span_bytes + block.until_last_saved_bytes)
         rebuilt = _single_block(sizes, position, option).extend(rebuilt)
         forward_cost = sizes.ticks(block.forward_s + block.forward_noise_s)
         last_run = 0
@@ -160,7 +160,7 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
             last_cost = forward_cost
         else:
             cost += forward_cost
-            last_run = reached + block.last_of_span_bytes
+            last_run = reached + block.until_last_saved_bytes
         passed = passed if block.passes_input else 0
         state = sizes.states[position + 1]
         backward = max(backward, rebuilt[HELD] + state + option.backward_transient_bytes + sizes.gradients[position])
@@ -180,7 +180,7 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
                 peak_over_state_bytes=max(first_run, (held + again) * first.has_backward),
             )
         )
-        second_run = max(second_run, reached + (option.forward_transient_bytes if nested else block.second_run_bytes))
+        second_run = max(second_run, reached + option.forward_transient_bytes)
     return edges
 
 

@@ -212,7 +212,7 @@ def _forwards(
     alive, begun_bytes = states[span.start], chain.span_bytes
     for position in range(span.start, span.stop):
         block = chain.blocks[position]
-        run_bytes = block.option(Action.KEEP).forward_transient_bytes if at_most else block.first_run_bytes
+        run_bytes = block.option(Action.KEEP).forward_transient_bytes if at_most else block.until_last_saved_bytes
         yield _point(chain, "forward", position, held, 0, alive | states[position], begun_bytes + run_bytes)
         alive, begun_bytes = alive | {f"span from {span.start}": chain.span_bytes}, 0
 
@@ -233,12 +233,7 @@ def _backward(
         is_last = position == span.stop - 1
         if span.action is Action.RECOMPUTE or (span.action is Action.RECOMPUTE_NESTED and not is_last):
             block = chain.blocks[position]
-            if is_last:
-                second_run_bytes = block.last_of_span_bytes
-            elif span.action is Action.RECOMPUTE:
-                second_run_bytes = block.second_run_bytes
-            else:
-                second_run_bytes = option.forward_transient_bytes
+            second_run_bytes = block.until_last_saved_bytes if is_last else option.forward_transient_bytes
             transient_bytes = live_bytes + second_run_bytes
             alive = rebuilt | states[position]
             yield _point(chain, "recomputation", position, held, gradients_bytes, alive, transient_bytes)

@@ -128,14 +128,6 @@ def test_the_solver_finds_a_plan_in_the_peak_that_is_simulated():
     assert solve(chain, peak_bytes).recomputed == ("a",)
 
 
-def test_variables_of_the_forward_are_gone_when_a_block_runs_again():
-    costs = block("a", option(saved=50, forward=90, backward=10), output=5)
-    for variables_bytes, moment in ((3, "recomputation"), (40, "forward")):
-        chain = Chain(blocks=(replace(costs, variables_bytes=variables_bytes),), resident_bytes=0)
-        peak = simulate(chain, plan_of(chain, (0, 1, RECOMPUTE))).peak
-        assert (peak.phase, peak.total_bytes) == (moment, max(90 - variables_bytes + 5, 90))
-
-
 def test_what_nothing_reads_is_there_until_the_forward_ends():
     """As the last layer of LLaVA's tower. It never runs again, so a plan that recomputes it is as fast."""
     unread = replace(block("b", option(saved=100, forward=110), output=5), has_backward=False)
