@@ -144,10 +144,18 @@ class _Reader:
         self._kept = {one[0] for one in self.returned if isinstance(one, tuple)}
         self._made = set(graph.graph_inputs)
         self._peaks = EfficientPeakEstimate()
+        self._overwritten = graph.wrapper_code.freed
         self._waiting: dict[Any, list[Any]] = {}  # freed buffers, for others of their size
         self.steps: list[Step] = []
+        self._last_used: set[str] = set()
+        frees_at_once = config.cpu_backend != "cpp"
         for node in self.scheduler.nodes:
+            if node.is_extern():
+                self._free()
             self.steps.append(self._step(node))
+            if frees_at_once or node.is_extern():
+                self._free()
+        self._free()
 
     def _result(self, node: Any) -> Any:
         """Return the name of a buffer that the graph returns, with its form if it is a view; or a constant."""
@@ -171,16 +179,21 @@ class _Reader:
             if not self._stays_inside(buffer, node):
                 self._make(buffer.node, in_place.get(buffer.get_name()), step)
         self.scheduler.completed_operations.update(node.get_operation_names())
-        step.freed = [name for name in node.last_usage if self._can_free(name)]
-        for name in step.freed:
-            self._let_wait(self.graph.try_get_buffer(name))
+        self._last_used |= node.last_usage
         return step
+
+    def _free(self) -> None:
+        """Free what nobody reads after the last step: on a CPU, kernels that follow one another are one function."""
+        for name in filter(self._can_free, sorted(self._last_used)):
+            self.steps[-1].freed.append(name)
+            self._let_wait(self.graph.try_get_buffer(name))
+        self._last_used.clear()
 
     def _let_wait(self, buffer: Any) -> None:
         """Let a freed buffer wait for another of its size, if it is no input of the graph and has memory of its own."""
-        is_own = buffer is not None and buffer.get_name() not in self.graph.graph_inputs
+        is_own = buffer is not None and buffer.get_name() not in {*self.graph.graph_inputs, *self._overwritten}
         if is_own and not isinstance(buffer.layout, NO_MEMORY) and not buffer.get_inputs_that_alias_output():
-            line = SimpleNamespace(node=buffer, scheduler_node_index=len(self.steps))
+            line = SimpleNamespace(node=buffer, scheduler_node_index=len(self.steps) - 1)
             self._waiting.setdefault(buffer_reuse_key(buffer), []).append(line)
 
     def _taken_again(self, buffer: Any) -> str | None:
@@ -230,7 +243,7 @@ class _Reader:
             self._make(self.graph.get_buffer(other), None, step)
             step.shared.append((name, other, Form.read(buffer)))
         elif over in self._made:
-            self.graph.wrapper_code.freed.add(over)
+            self._overwritten.add(over)
             step.shared.append((name, over, Form.read(buffer)))
         else:
             step.made.append((name, Form.read(buffer)))
