@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memsave_recipes.core.activations import apply_plan
+from memsave_recipes.core.activations.blocks import find_parts
 from memsave_recipes.core.activations.offload import unpinned_after
 from memsave_recipes.core.activations.streaming import StreamedLayer, ahead_bytes, nothing_ahead, resident_tensors
 from memsave_recipes.core.costs.preserve_state import clear_gradients, preserve_state, without_layerdrop
@@ -128,6 +129,7 @@ class Measurement:
             on_cpu=self.workload.device.type == "cpu",
             compiled=self.traces[0][0].compiled,
             kinds=self.kinds,
+            num_parts=self._num_parts,
         )
         sizes = (plan.micro_batch_size for plan, _ in self.traces if plan.micro_batch_size is not None)
         of_tiles = (plan.mlp_tile_tokens for plan, _ in self.traces if plan.mlp_tile_tokens is not None)
@@ -137,6 +139,12 @@ class Measurement:
             mlp_tile_tokens=next(of_tiles, None),
             host_bytes=self.workload.host_bytes,
         )
+
+    @cached_property
+    def _num_parts(self) -> dict[str, int]:
+        modules = dict(self.workload.model.named_modules())
+        found = {name: len(find_parts(modules[name])) for name in self.running if name in modules}
+        return {name: count for name, count in found.items() if count}
 
     def chain_under(self, plan: Plan) -> Chain:
         """Make the chain with the actions of ``plan``.
@@ -163,6 +171,7 @@ def measure(
     host: Host = UNKNOWN_HOST,
     on_run: Callable[[], Any] = lambda: None,
     most_s: float = MOST_S,
+    idle: Collection[nn.Module] = (),
 ) -> Measurement:
     """Run the step under each of ``plans`` that the model can run under.
 
@@ -175,6 +184,7 @@ def measure(
         host: where offloaded tensors take more than it has, offloading is no option.
         on_run: is called after every run, and for every run that was not needed.
         most_s: after so many seconds no round is added: rule 2 of NOTE [ rounds ].
+        idle: modules that do not run.
 
     Raises:
         InputError: the model does not run its blocks once each, stack after stack. The stacks may run in another order
@@ -182,7 +192,7 @@ def measure(
     """
     instruments = instruments or DeviceInstruments(workload.device)
     device = workload.device
-    with preserve_state(workload.model, device), without_layerdrop(workload.model), unpinned_after(device):
+    with preserve_state(workload.model, device, idle=idle), without_layerdrop(workload.model), unpinned_after(device):
         traces: dict[_Run, StepTrace] = {}
         for plan in plans:
             if not _fits(host, plan, traces):

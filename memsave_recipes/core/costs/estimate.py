@@ -201,7 +201,11 @@ def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstrum
         stacks = [repeats.shorten(names) for names in workload.stacks]
         with suppress(Irregular), left_out(workload.model, repeats) as arguments:
             some = measure(
-                replace(workload, stacks=stacks), list(shortened), instruments=instruments, on_run=arguments.end_run
+                replace(workload, stacks=stacks),
+                list(shortened),
+                instruments=instruments,
+                on_run=arguments.end_run,
+                idle=arguments.unused,
             )
             runs = zip(some.traces, arguments.of_runs, strict=True)
             traces = [(shortened[plan], expanded(trace, repeats, shared)) for (plan, trace), shared in runs]

@@ -26,7 +26,11 @@ from memsave_recipes.core.sharding.tensors import is_sharded, local
 
 @contextmanager
 def preserve_state(
-    model: nn.Module, device: torch.device | None = None, *, everything: bool = False
+    model: nn.Module,
+    device: torch.device | None = None,
+    *,
+    everything: bool = False,
+    idle: Collection[nn.Module] = (),
 ) -> Iterator["SavedState"]:
     """Put the model into training mode without gradients; afterwards its state is as before.
 
@@ -38,6 +42,7 @@ def preserve_state(
     Args:
         device: of the model; by default that of its parameters.
         everything: also the large parameters that train, which no forward and backward should change.
+        idle: modules that do not run, so that nothing of them needs to be kept.
 
     Yields:
         The state, from which a run can begin again.
@@ -49,7 +54,7 @@ def preserve_state(
     if lazy is not None:
         raise InputError(f"model: {lazy} of a lazy module has no size before its first forward: run one forward first")
     with training_mode(model):
-        state = SavedState(model, device or device_of(model), everything=everything)
+        state = SavedState(model, device or device_of(model), everything=everything, idle=idle)
         try:
             yield state
         finally:
@@ -61,6 +66,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def _parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of its first parameter; the CPU without any."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -69,13 +78,17 @@ def device_of(model: nn.Module) -> torch.device:
 class SavedState:
     """The state that ``preserve_state`` puts back: tensors as copies on the host, gradients as they are."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, everything: bool) -> None:
-        modules, parameters = list(model.modules()), list(model.parameters())
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, everything: bool, idle: Collection[nn.Module]
+    ) -> None:
+        modules = [module for module in model.modules() if module not in idle]
+        resting = _parameters_of(idle) - _parameters_of(modules) if idle else set()
+        parameters = [parameter for parameter in model.parameters() if parameter not in resting]
         self.device = device
         self._parameters = {
             name: (local(p.detach()), _copy(local(p)))
             for name, p in model.named_parameters()
-            if p.requires_grad and (everything or p.numel() <= MAX_ELEMENTS)
+            if p.requires_grad and p not in resting and (everything or p.numel() <= MAX_ELEMENTS)
         }
         self._buffers = [
             (buffer, _copy(buffer)) for module in modules for buffer in module._buffers.values() if buffer is not None
@@ -292,6 +305,7 @@ def running_blocks(
 MAX_ELEMENTS = 100_000
 """Of what is put back in place. Larger ones are data and weights, which no forward changes."""
 HOLDERS = (tuple, *CONTAINERS)
+COPIED = (Tensor, *HOLDERS)
 OPAQUE = (Tensor, nn.Module, type, ModuleType)
 """Of which no attributes are put back where others hold them."""
 BUILT_IN = ("torch", "builtins", "abc", "typing")
@@ -325,7 +339,8 @@ class _Attributes:
         found = {id(owner): owner for owner in owners}
         held = [one for owner in found.values() for value in vars(owner).values() for one in _objects_in(value)]
         found |= {id(one): one for one in held if id(one) not in found}
-        self._kept = [(owner, {name: _restorer(value) for name, value in self._own(owner)}) for owner in found.values()]
+        self._kept = [(owner, dict(self._own(owner))) for owner in found.values()]
+        self._restorers = _restorers([value for _, kept in self._kept for value in kept.values()])
 
     def _own(self, owner: Any) -> list[tuple[str, Any]]:
         is_class = isinstance(owner, type)
@@ -337,12 +352,13 @@ class _Attributes:
 
     def put_back(self, but: Collection[str] = ()) -> None:
         """Set them again, but for those named, and take away those that are new."""
-        for owner, restorers in self._kept:
+        for restore in self._restorers:
+            restore()
+        for owner, kept in self._kept:
             for name, _ in self._own(owner):
-                if name not in restorers and name not in but:
+                if name not in kept and name not in but:
                     delattr(owner, name) if isinstance(owner, type) else vars(owner).pop(name)
-            for name, restore in restorers.items():
-                value = restore()
+            for name, value in kept.items():
                 if name not in but and vars(owner).get(name, _ABSENT) is not value:
                     setattr(owner, name, value) if isinstance(owner, type) else vars(owner).update({name: value})
 
@@ -385,31 +401,29 @@ def _num_elements(value: Any) -> float:
     return sum(map(_num_elements, value.values() if isinstance(value, dict) else value))
 
 
-def _restorer(value: Any) -> Callable[[], Any]:
-    """Make a function that puts ``value`` back as it is now, and returns it."""
-    is_copied = isinstance(value, (Tensor, *HOLDERS)) and not isinstance(value, nn.Parameter)
-    if not is_copied or _num_elements(value) > MAX_ELEMENTS:
-        return lambda: value
-    return _tensor_restorer(value) if isinstance(value, Tensor) else _container_restorer(value)
+def _restorers(values: Iterable[Any]) -> list[Callable[[], object]]:
+    """Make functions that let the tensors and containers among ``values``, if they are small, hold what they hold."""
+    copied = [value for value in values if isinstance(value, COPIED) and _num_elements(value) <= MAX_ELEMENTS]
+    return [
+        _tensor_restorer(value) if isinstance(value, Tensor) else _container_restorer(value)
+        for value in copied
+        if not isinstance(value, nn.Parameter)
+    ]
 
 
-def _tensor_restorer(tensor: Tensor) -> Callable[[], Tensor]:
+def _tensor_restorer(tensor: Tensor) -> Callable[[], object]:
     kept = _copy(tensor)
-
-    @torch.no_grad()
-    def restore() -> Tensor:
-        _restore(tensor, kept)
-        return tensor
-
-    return restore
+    return torch.no_grad()(lambda: _restore(tensor, kept))
 
 
-def _container_restorer(container: Any) -> Callable[[], Any]:
-    restorers = {key: _restorer(entry) for key, entry in _entries(container).items()}
+def _container_restorer(container: Any) -> Callable[[], object]:
+    entries = _entries(container)
+    restorers = _restorers(entries.values()) if entries else ()
 
-    def restore() -> Any:
-        _refill(container, {key: restore() for key, restore in restorers.items()})
-        return container
+    def restore() -> None:
+        for restore_entry in restorers:
+            restore_entry()
+        _refill(container, entries)
 
     return restore
 

@@ -128,13 +128,14 @@ def _longest(kinds: Sequence[Hashable], least: int) -> tuple[int, int, int]:
 
 @dataclass
 class Arguments:
-    """The storages of the layers' arguments besides the hidden states, after each run.
+    """The storages of the layers' arguments besides the hidden states, after each run; and the modules in ``unused``.
 
     The references keep an address from being used again, so that no storage of a later run is taken for an argument.
     """
 
     references: list[StorageWeakRef] = field(default_factory=list)
     of_runs: list[set[int]] = field(default_factory=list)
+    unused: set[nn.Module] = field(default_factory=set)
 
     def end_run(self) -> None:
         """Keep the storages of the run that has ended."""
@@ -173,6 +174,7 @@ def left_out(model: nn.Module, repeats: Repeats) -> Iterator[Arguments]:
         for name, like in repeats.like.items():
             module = model.get_submodule(name)
             undo.enter_context(replaced(module, "forward", partial(pass_on, module, like)))
+            arguments.unused.update(module.modules())
         yield arguments
 
 

@@ -81,6 +81,7 @@ def chain_of(
     on_cpu: bool,
     compiled: bool,
     kinds: Mapping[str, Hashable],
+    num_parts: Mapping[str, int],
 ) -> Chain:
     """Make the chain of a step that was traced under ``KEEP`` and under other actions.
 
@@ -89,6 +90,7 @@ def chain_of(
         compiled: whether the layers computed compiled.
         on_cpu: whether the state of the random number generator counts, which lives on the host.
         kinds: a value for each block, equal for those that are alike; of blocks without one only the bytes count.
+        num_parts: of blocks that recompute part by part; each part has a checkpoint of its own.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
     baseline = traces[AS_IT_IS]
@@ -98,12 +100,16 @@ def chain_of(
             parts = list(_with_storages_left_on_device(way[0], trace.parts, baseline.parts))
             traces = {**traces, way: replace(trace, parts=parts)}
         resident_bytes += 2 * max(_most_moved_bytes(action, baseline.parts) for action, _ in offloaded)
+    between = {way: _saved_between_blocks(trace.parts) for way, trace in traces.items()}
+    in_part = (num_bytes for (action, _), num_bytes in between.items() if action is Action.COMPILE)
+    resident_bytes += max([between[AS_IT_IS], *in_part]) - between[AS_IT_IS]
     chains = {
         way: _chain_under_one_action(
             run,
             stack_of,
             kinds,
             checkpoint_bytes=random_state_bytes if way[0].kind.runs_twice else 0,
+            num_parts=num_parts if way[0] is Action.RECOMPUTE_NESTED else {},
             extra_args_bytes=sum(extra_args.values()) if way[0].kind.runs_twice else 0,
         )
         for way, run in traces.items()
@@ -117,6 +123,8 @@ def chain_of(
             option = _option(way, by_name[block.name], kept.blocks[position])
             variables_bytes = max(0, baseline.variables_bytes - traces[way].variables_bytes)
             option = replace(option, forward_transient_bytes=option.forward_transient_bytes + variables_bytes)
+            if way[0] is Action.RECOMPUTE_NESTED:  # whose spans have ``span_bytes``
+                option = replace(option, saved_bytes=option.saved_bytes - random_state_bytes)
             blocks[position] = replace(block, options=(*block.options, option))
     return replace(
         kept,
@@ -158,19 +166,21 @@ def _chain_under_one_action(
     kinds: Mapping[str, Hashable],
     *,
     checkpoint_bytes: int,
+    num_parts: Mapping[str, int],
     extra_args_bytes: int,
 ) -> Chain:
     """Make a chain as if the action were to keep: with no other option, nothing resident but ``extra_args_bytes``.
 
     Args:
-        checkpoint_bytes: that every block under it holds besides tensors.
+        checkpoint_bytes: that every block under it holds besides tensors, and each of its ``num_parts``.
         extra_args_bytes: that all of them together hold.
     """
     parts = trace.parts
     described = zip(parts, _attributed(parts), _names(parts), _stacks(parts, stack_of), strict=True)
+    checkpoints = [checkpoint_bytes * (1 + num_parts.get(part.block, 0)) if part.block else 0 for part in parts]
     blocks = tuple(
-        _without_transients(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
-        for part, own, name, stack in described
+        _without_transients(part, sum(own.values()) + of_checkpoints, name, stack)
+        for of_checkpoints, (part, own, name, stack) in zip(checkpoints, described, strict=True)
     )
     chain = _with_transients(Chain(blocks=blocks, resident_bytes=extra_args_bytes), trace)
     return replace(chain, blocks=tuple(_with_seconds(chain.blocks, trace, kinds)))
@@ -265,6 +275,11 @@ def _extra_args(parts: Sequence[Part]) -> Storages:
     extra_args = {s: size for part in running for s, size in part.extra_args.items() if s not in part.inputs}
     saved = {storage for of_part in _attributed(parts) for storage in of_part}
     return {storage: size for storage, size in extra_args.items() if storage not in saved}
+
+
+def _saved_between_blocks(parts: Sequence[Part]) -> int:
+    """Return the bytes that count for no block: more where compiled blocks save masks that they would not keep."""
+    return sum(sum(own.values()) for part, own in zip(parts, _attributed(parts), strict=True) if part.block is None)
 
 
 def _names(parts: Sequence[Part]) -> Iterator[str]:
