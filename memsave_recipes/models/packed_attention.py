@@ -316,8 +316,11 @@ class Documents(Sequence[Sequence[int]]):
         self.lengths = lengths
         ends = list(accumulate(length for row in lengths for length in row))
         ends += ends[-1:] * (-len(ends) % ENDS_IN_A_GRAPH)
-        with _disable_current_modes(), torch.inference_mode(False):
-            self.ends = torch.tensor(ends, device="cpu")
+        with torch.inference_mode(False):
+            self.ends = self.counted = torch.tensor(ends, device="cpu")
+            if isinstance(self.counted, FakeTensor):  # by an estimate, in which compiled layers read values, too
+                with _disable_current_modes():
+                    self.ends = torch.tensor(ends, device="cpu")
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -30,6 +30,7 @@ aten = torch.ops.aten
 NO_KERNEL = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided),
     *(aten.set_, aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk),
+    aten.lift_fresh,
 }
 """Operators that compute nothing, besides those tagged as views: empty memory, and views without the tag."""
 
@@ -181,6 +182,8 @@ NAMES_OFFSET = aten.as_strided.default
 """Its result does not begin where its argument does, but at the offset that is given."""
 
 GROUPED_PRODUCT = aten._grouped_mm.default
+MAKES_OF_NUMBERS = aten.lift_fresh.default
+"""Of ``torch.tensor``: a view by its tag, of memory on the host that no operator has made."""
 ASKS_DEVICE = torch.ops.prim.device.default
 DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose result, or an argument after it, is not known by the forms of the arguments."""
@@ -278,7 +281,7 @@ class _Operators(TorchDispatchMode):
         if self.instruments.known.runs_values and func in INDEXES:
             args = _with_places(args)
         key, out = self.instruments.known.results_of(func, args, kwargs)
-        if is_view(func):
+        if is_view(func) and not (func is MAKES_OF_NUMBERS and self.instruments.on_cpu):
             return out
         with torch._C.DisableTorchFunction():
             return self._counted(func, args, kwargs, key, out)

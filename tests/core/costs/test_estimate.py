@@ -14,8 +14,17 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
-from workloads import CPU, estimate_on_target, peak_bytes, workload_of
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+from workloads import CPU, estimate_on_target, measured_peak_bytes, peak_bytes, workload_of
 
 from memsave_recipes.core.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.core.activations.offload import OffloadEngine
@@ -587,6 +596,28 @@ def test_documents_in_one_call_save_an_output_less_than_one_by_one():
     assert saved[1] - saved[0] == pytest.approx(2 * 1024 * 256 * BF16, abs=SMALL)
 
 
+def test_where_documents_end_counts_on_a_cpu():
+    """64 numbers on the host, which a prediction without them is too low by."""
+
+    def build():
+        model = causal_lm(llama())()
+        set_packed_attention(model, "document")
+        return model
+
+    def workload_with(model, tokens):
+        module = CausalLMLoss(model, "full")
+        return workload_of(model, lambda _, tokens: module(tokens, tokens, document_lengths=[[96]] * 2), tokens)
+
+    tokens = torch.zeros(2, 96, dtype=torch.long)
+    workload = workload_with(build(), tokens)
+    plan = plan_blocks(workload.model, "none")
+    measured = measured_peak_bytes(workload, plan)
+    without = fake_model(build)
+    workload = workload_with(without, fake_batch(without, {"tokens": tokens})["tokens"])
+    chain = estimate_on_target(workload, [plan], find_target("cpu")).chain()
+    assert measured <= simulate(chain, plan).peak_bytes - chain.resident_bytes <= measured + SMALL
+
+
 def test_documents_in_one_call_take_the_time_of_their_own_scores():
     """Or, where they differ in length, no more than if all tokens were in one of the longest."""
     of_one, halves, uneven = (
@@ -634,3 +665,37 @@ def test_a_model_that_decides_by_values_is_refused():
     workload = workload_of(model, loss_of, batch)
     with pytest.raises(InputError, match=r"ByValue cannot be estimated \(it runs what the values of a tensor say"):
         estimate_on_target(workload, [plan_blocks(model, "none")], A100)
+
+
+def of_masked_rows():
+    """A BERT for rows with padding, and the plan under which its compiled layers save a mask that all of them take."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
+    model = fake_model(lambda: BertForSequenceClassification(BertConfig(vocab_size=512, **sizes)).train())
+    rows = {"input_ids": torch.zeros(4, 64, dtype=torch.long), "attention_mask": torch.ones(4, 64, dtype=torch.long)}
+    workload = workload_of(model, lambda model, batch: model(**batch).logits.sum(), fake_batch(model, rows))
+    return workload, [plan.on_compiled_layers() for plan in plans_of(workload, "selective")]
+
+
+def of_parts():
+    """A ResNet whose bottlenecks recompute convolution by convolution: each has a checkpoint, with a random state."""
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[2, 2], num_labels=4)
+    model = fake_model(lambda: ResNetForImageClassification(config).train())
+    images = fake_batch(model, {"images": torch.zeros(2, 3, 32, 32)})["images"]
+    workload = workload_of(model, lambda model, images: model(images).logits.sum(), images)
+    num_blocks = sum(map(len, workload.stacks))
+    return workload, plans_of(workload, f"nested:{num_blocks}")
+
+
+def plans_of(workload, strategy):
+    return [plan_for(one, workload.stacks) for one in ("none", strategy)]
+
+
+@pytest.mark.parametrize("case", [of_masked_rows, of_parts])
+def test_a_plan_that_was_measured_is_predicted_as_high_as_it_was(case):
+    workload, plans = case()
+    measured = estimate_on_target(workload, plans, find_target("cpu"))
+    for plan, trace in measured.traces:
+        predicted_bytes = simulate(measured.chain_under(plan), plan).peak_bytes - workload.resident_bytes
+        measured_bytes = max(reading.peak_bytes for reading in trace.memory) - trace.memory[0].live_bytes
+        random_states = 4 * 5056 if plan.blocks_under(Action.RECOMPUTE_NESTED) else 0  # of a block's parts, once more
+        assert measured_bytes <= predicted_bytes <= measured_bytes + random_states
