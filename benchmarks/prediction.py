@@ -2,13 +2,14 @@
 
     python benchmarks/prediction.py --cases 1000 --seed 0    # about an hour on one core; goes on where it was stopped
     python benchmarks/prediction.py --device cuda --times 16 # on a GPU, in larger micro-batches
+    python benchmarks/prediction.py --cases 100 --compile    # with compiled layers, where a model has some that repeat
 
 A case is a model, a shape, an optimizer, a plan, a precision, a micro-batch and accumulation steps, all drawn
 (``prediction_cases.py``). The prediction is `memsave plan`'s: from the recipe's task, on fake tensors, before anything
 is built. The real peak is that of the second step (forwards, backwards, clipping, update), when the optimizer has its
 state: all allocations of torch's allocators, on a GPU beyond what was there before the case. A GPU's prediction has
 constants, for workspaces and rounding: the error is told without them, too. Writes docs/results/prediction-DEVICE.json
-and .md.
+and .md, with ``--compile`` prediction_compiled-DEVICE.
 """
 
 import json
@@ -16,6 +17,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,9 +32,11 @@ from memsave_recipes.core.activations import apply_plan, plan_blocks
 from memsave_recipes.core.costs.estimate import Estimator, fake_model
 from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.planner.budget import (
+    COMPILED_RATIOS,
     WORKSPACES,
     Forecast,
     forecast,
+    has_layers_to_compile,
     least_memory,
     overheads_of_target,
     plans_to_measure,
@@ -91,8 +95,9 @@ def predict(case: Case, device: str) -> tuple[Plan, int, int]:
     model = fake_model(task.planned_model)
     layout = BatchLayout.of(global_batch_size(case), case.micro_batch_size, 1)
     workload = fake_workload(task, launch, model, layout, task.losses[0])
-    measured_as = "budget:bitwise" if case.strategy in ("budget", "random") else case.strategy
-    plans = plans_to_measure(measured_as, workload, device_type=device)
+    of_all = "budget" if case.compiled else "budget:bitwise"
+    measured_as = of_all if case.strategy in ("budget", "random") else case.strategy
+    plans = plans_to_measure(measured_as, workload, device_type=device, compiled=case.compiled)
     measured = Estimator(model, launch.target, AUTOCAST_DTYPES[case.precision]).estimate(workload, plans)
     static = static_memory_of(task.optim, model, layout, device_type=device)
     rng = random.Random(case.draw)
@@ -103,23 +108,34 @@ def predict(case: Case, device: str) -> tuple[Plan, int, int]:
         found = forecast(measured, least_bytes + int(rng.random() * above_bytes), static)
     else:
         is_random = case.strategy == "random"
-        plan = random_plan(workload.stacks, rng) if is_random else plan_blocks(model, case.strategy)
-        found = Forecast(plan=plan, chain=static.added_to(measured.chain(offload=plan.offloads)))
+        plan = random_plan(workload.stacks, rng, case.compiled) if is_random else plan_blocks(model, case.strategy)
+        plan = plan.on_compiled_layers() if case.compiled else plan
+        found = Forecast(plan=plan, chain=static.added_to(measured.chain_under(plan)))
     constant_bytes = overheads_of_target(launch.target).get(WORKSPACES, 0)
     return found.plan, found.peak.total_bytes + constant_bytes, constant_bytes
 
 
-def random_plan(stacks: Sequence[Sequence[str]], rng: random.Random) -> Plan:
+def random_plan(stacks: Sequence[Sequence[str]], rng: random.Random, compiled: bool) -> Plan:
     """Spans of up to so many blocks under actions that are drawn; none leaves its stack."""
-    longest = rng.choice(LONGEST_SPANS)
+    longest, ratio = rng.choice(LONGEST_SPANS), rng.choice(COMPILED_RATIOS)
+    part: dict[str, Any] = {"action": Action.COMPILE, "ratio": ratio} if compiled else {"action": Action.SELECT_OPS}
     spans: list[Span] = []
     for names in stacks:
         first = spans[-1].stop if spans else 0
         while (start := spans[-1].stop if spans else 0) < first + len(names):
             stop = min(start + rng.randint(1, longest), first + len(names))
-            action = rng.choice((Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS))
-            spans.append(Span(start=start, stop=stop, action=action))
-    return Plan(strategy="random", blocks=tuple(name for names in stacks for name in names), spans=tuple(spans))
+            drawn = rng.choice(({"action": Action.KEEP}, {"action": Action.RECOMPUTE}, part))
+            spans.append(Span(start=start, stop=stop, **drawn))
+    blocks = tuple(name for names in stacks for name in names)
+    return Plan(strategy="random", blocks=blocks, spans=tuple(spans), compiled=compiled)
+
+
+def compiled_cases(seed: int) -> Iterator[Case]:
+    """Those of a seed whose models have layers that repeat, with these compiled."""
+    for number in count():
+        case = replace(random_case(seed, number), compiled=True)
+        if has_layers_to_compile(fake_model(task_of_case(case).planned_model)):
+            yield case
 
 
 def run(case: Case, plan: Plan) -> int:
@@ -182,7 +198,8 @@ def as_markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     """A line a model, with the errors of its cases."""
     found = summary(rows)
     lines = [
-        f"`python benchmarks/prediction.py --device {about['kind']} --cases {found['cases']} --seed {about['seed']}` "
+        f"`python benchmarks/prediction.py --device {about['kind']} --cases {found['cases']} --seed {about['seed']}"
+        f"{' --compile' if about['compile'] else ''}` "
         f"on {about['device']}, torch {about['versions']['torch']}.",
         f"{found['cases']} random cases, {found['too_low']} of them predicted too low, {found['exact']} to the byte, "
         f"{found['within_2_pct']} within 2 %. Errors from {found['lowest_pct']:+.3f} to {found['highest_pct']:+.2f} %, "
@@ -211,20 +228,24 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--cases", type=int, default=1000, help="how many; with --quick 2")
     parser.add_argument("--seed", type=int, default=0, help="of the cases")
     parser.add_argument("--times", type=int, default=1, help="how many times larger micro-batches are")
+    parser.add_argument("--compile", action="store_true", help="layers, which takes about a minute a case")
     flags = harness.read_flags(parser, args)
-    drawn = [random_case(flags.seed, number) for number in range(2 if flags.quick else flags.cases)]
+    name = f"prediction{'_compiled' if flags.compile else ''}-{flags.device}"
+    numbered = compiled_cases(flags.seed) if flags.compile else (random_case(flags.seed, one) for one in count())
+    drawn = islice(numbered, 2 if flags.quick else flags.cases)
     cases = [replace(case, micro_batch_size=flags.times * case.micro_batch_size) for case in drawn]
-    done = harness.QUICK_RESULTS / f"prediction-{flags.device}-seed-{flags.seed}-x{flags.times}.jsonl"
+    done = harness.QUICK_RESULTS / f"{name}-seed-{flags.seed}-x{flags.times}.jsonl"
     rows = list(tqdm(rows_of(cases, flags.device, done), total=len(cases), unit="case"))
     about = {
         "kind": flags.device,
         "seed": flags.seed,
         "times": flags.times,
+        "compile": flags.compile,
         **harness.describe_machine(torch.device(flags.device)),
     }
     results = {"benchmark": "prediction", **about, "summary": summary(rows), "columns": COLUMNS}
     results["rows"] = [row.cells for row in rows]
-    harness.write_results(flags.output_dir, f"prediction-{flags.device}", results, as_markdown(rows, about))
+    harness.write_results(flags.output_dir, name, results, as_markdown(rows, about))
     done.unlink(missing_ok=True)
     print(json.dumps(results["summary"], indent=1))
     return results

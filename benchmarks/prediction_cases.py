@@ -23,6 +23,7 @@ class Case:
         strategy: of the plan; ``random`` spans, or ``budget`` for a random budget.
         accumulation_steps: micro-batches of a step.
         draw: the number that random spans and budgets follow from.
+        compiled: whether layers compute compiled.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Case:
     micro_batch_size: int
     accumulation_steps: int = 1
     draw: int = 0
+    compiled: bool = False
 
 
 def random_case(seed: int, number: int) -> Case:
