@@ -1,6 +1,7 @@
 """Models of images and text as people train them: any layout and life is the same run, and others open its end."""
 
 import json
+import shlex
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from memsave_recipes.core.planner.task import estimate
 from memsave_recipes.data.image_rows import ImageTextArguments
 from memsave_recipes.data.image_text import load_image_text
 from memsave_recipes.models.image_text import PROJECTORS
+from memsave_recipes.tools.cli import main
 from memsave_recipes.tools.inference import PredictArguments, load_on, predict, read_inputs
 
 RECIPE = "image_text"
@@ -222,6 +224,23 @@ def test_memsave_plan_knows_the_memory_of_the_largest_rows(recipe, model):
     workload = workload_of(bare, lambda _, batch: task.loss_of(trained, batch), batch)
     needed = measured_peak_bytes(workload, found.forecast.plan) + workload.resident_bytes
     assert 0.995 <= (found.peak_bytes - found.static.added_bytes) / needed <= 1.05
+
+
+def test_memsave_fit_finds_the_ways_to_train_it(recipe, model, tmp_path):
+    file = tmp_path / "fit.json"
+    words = [model, "--memory", "2GiB", "--length", "240", "--global_batch_size", "2", "--json", str(file)]
+    assert main(["fit", *words]) == 0
+    found = json.loads(file.read_text())
+    assert found["recipe"] == RECIPE
+    assert {rung["name"] for rung in found["rungs"]} >= {"no checkpointing", "8-bit AdamW", "LoRA"}
+    for rung in found["rungs"]:
+        flags = shlex.split(rung["launch"].partition(f"{RECIPE}.py ")[2])
+        run = recipe.task(flags).run
+        assert (run.block_size, run.micro_batch_size, run.lora) == (
+            240,
+            rung["micro_batch_size"],
+            rung["name"] == "LoRA",
+        )
 
 
 def test_images_that_leave_no_room_are_refused(recipe, model):

@@ -27,7 +27,7 @@ from memsave_recipes.tools.cli.request import (
 )
 from memsave_recipes.tools.fit.ladder import Rung, best_rung, ladder
 from memsave_recipes.tools.fit.recipe_task import of_eager_layers, read_task
-from memsave_recipes.tools.fit.subject import IMAGES, Subject, find_subject
+from memsave_recipes.tools.fit.subject import IMAGES, IMAGES_AND_TEXT, Subject, find_subject
 from memsave_recipes.tools.pages.choice import heading, row
 from memsave_recipes.training.parsing import named_flags
 
@@ -169,7 +169,7 @@ def _figures(rung: Rung) -> tuple[Any, ...]:
 
 def _open_page(arguments: argparse.Namespace) -> _Page:
     """Return the page of a command line, without rungs; refuse an unknown model or device, and sizes below 1."""
-    for flag in ("length", "image_size", "global_batch_size", "micro_batch_size"):
+    for flag in ("length", "image_size", "max_pixels", "global_batch_size", "micro_batch_size"):
         value = getattr(arguments, flag)
         require(value is None or value >= 1, f"--{flag}", value, "at least 1")
     target = _target(arguments)
@@ -216,6 +216,10 @@ def _flags(arguments: argparse.Namespace, subject: Subject) -> tuple[str, ...]:
             raise InputError(f"{flag} {value}: {arguments.model} has no such size: leave it out")
         if default is not None:
             flags += [f"--{name}", str(value or default)]
+    if arguments.max_pixels is not None:
+        if subject.recipe != IMAGES_AND_TEXT:
+            raise InputError(f"--max_pixels {arguments.max_pixels}: it is for models of images and text: leave it out")
+        flags += ["--max_pixels", str(arguments.max_pixels)]
     flags += ["--global_batch_size", str(arguments.global_batch_size), "--optimizer", arguments.optimizer]
     if arguments.micro_batch_size is not None:
         flags += ["--micro_batch_size", str(arguments.micro_batch_size)]

@@ -124,6 +124,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     _add_host_memory(parser)
     parser.add_argument("--length", type=int, metavar="N", help="tokens per sample; default: 2048, for classifiers 512")
     parser.add_argument("--image_size", type=int, metavar="N", help="pixels per side; default: the model's, or 224")
+    parser.add_argument("--max_pixels", type=int, metavar="N", help="of an image beside text; default: the processor's")
     parser.add_argument("--global_batch_size", type=int, default=16, metavar="N", help="samples per step; default: 16")
     parser.add_argument("--micro_batch_size", type=int, metavar="N", help="samples per forward; default: searched")
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="as in the recipes; default: adamw")

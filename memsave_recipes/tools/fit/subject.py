@@ -16,10 +16,11 @@ from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuratio
 from memsave_recipes.models.saved import IMAGE_TEXT, KINDS
 
 IMAGES, TEXTS, LANGUAGE = "image_classification", "text_classification", "language_modeling"
+IMAGES_AND_TEXT = "image_text"
 RECIPES = {"image-classification": IMAGES, "text-classification": TEXTS, "text-generation": LANGUAGE}
 CONFIG = "config.json"
-LENGTHS = {TEXTS: 512, LANGUAGE: 2048}
-LENGTH_FLAGS = {TEXTS: "max_length", LANGUAGE: "block_size"}
+LENGTHS = {TEXTS: 512, LANGUAGE: 2048, IMAGES_AND_TEXT: 2048}
+LENGTH_FLAGS = {TEXTS: "max_length", LANGUAGE: "block_size", IMAGES_AND_TEXT: "block_size"}
 PIXELS = 224
 HINT = "name a folder with a config.json, a type of transformers such as llama, one of ours such as vgg16, or a Hub id"
 
@@ -66,6 +67,10 @@ def find_subject(word: str) -> Subject:
         config = AutoConfig.for_model(word)
         remark = f"{word}: a model from scratch, of the sizes that transformers gives the type"
         subject = _configured(word, config, flags=("--model_type", word), remarks=(remark,))
+        if subject.recipe == IMAGES_AND_TEXT:
+            raise InputError(
+                f"MODEL {word}: a type has no processor of images: name a folder that has one, or a Hub id"
+            )
         vocabulary = getattr(config, "vocab_size", None)
         if subject.recipe == IMAGES or vocabulary is None:
             return subject
@@ -111,8 +116,11 @@ def _configured(word: str, config: Any, **known: Any) -> Subject:
 def _recipe_of(word: str, config: Any) -> str:
     """Name the recipe by the classes in ``architectures``, else by the type.
 
-    A type that has a masked language model is an encoder, which is trained as a text classifier.
+    A type that has a masked language model is an encoder, which is trained as a text classifier. What has a vision
+    tower beside its text model is trained on images and text.
     """
+    if config.model_type in KINDS[IMAGE_TEXT][1] and hasattr(config, "vision_config"):
+        return IMAGES_AND_TEXT
     named, kind = set(config.architectures or ()), config.model_type
     kinds = {task: classes for task, (_, classes) in KINDS.items() if task in RECIPES}
     for task, classes in kinds.items():
@@ -121,14 +129,9 @@ def _recipe_of(word: str, config: Any) -> str:
     types = [task for task, classes in kinds.items() if kind in classes]
     if "text-generation" in types and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return LANGUAGE
-    if not types and kind in KINDS[IMAGE_TEXT][1]:
-        raise InputError(
-            f"MODEL {word} is a model of images and text, which fit does not compare ways for: use memsave plan "
-            f"recipes/image_text.py --model_name_or_path {word}"
-        )
     if not types:
         raise InputError(
-            f"MODEL {word} is of type {kind}, which no recipe trains: take a causal language model, or a model that "
-            "classifies texts or images"
+            f"MODEL {word} is of type {kind}, which no recipe trains: take a causal language model, a model of images "
+            "and text, or one that classifies texts or images"
         )
     return RECIPES[types[0]]
