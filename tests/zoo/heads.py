@@ -1,13 +1,14 @@
-"""Classifiers with a new head: what was trained comes back from its files, to the last bit.
+"""New heads and adapters: what was trained comes back from its files, to the last bit.
 
     PYTHONPATH=tests python -m zoo.heads [--processes 2] [FAMILY | FAMILY:TYPE ...]
 
 A base without a head is saved, loaded as a classifier, and all that trains is changed a little: of texts the adapters
 of ``--lora`` and what is new, of images everything. Its logits are those of the files that it saves, loaded under
-another seed: by the recipes and by peft alone, of images by transformers alone. With ``--flags lora`` images train
-adapters, too; with ``--flags freeze_backbone`` both families train the head alone, and transformers opens the files.
-Rows are added to ``docs/results/zoo_heads.jsonl`` as they come, and are not found again while they are there. The exit
-code is 1 where something is lost.
+another seed: by the recipes and by peft alone, of images by transformers alone. A model of images and text gets back
+the adapters of its decoder. With ``--flags lora`` images train adapters, too; with ``--flags freeze_backbone`` both
+families of classifiers train the head alone, and transformers opens the files. Rows are added to
+``docs/results/zoo_heads.jsonl`` as they come, and are not found again while they are there. The exit code is 1 where
+something is lost.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -28,6 +29,7 @@ from transformers import AutoModel
 from zoo.architectures import Architecture
 from zoo.batches import CLASSIFICATION, IMAGES, batch_of
 from zoo.families import families
+from zoo.image_text import IMAGE_TEXT, Flags
 from zoo.matrix import import_in_advance, is_named, rows_of, shortened
 from zoo.steps import IDENTICAL
 from zoo.tiny import tiny_config
@@ -35,6 +37,7 @@ from zoo.tiny import tiny_config
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.image_classifiers import train_part_of_images
+from memsave_recipes.models.image_text import train_part_of_image_text
 from memsave_recipes.models.what_trains import ClassifierTrainingArguments, train_part
 
 ROWS = Path("docs/results/zoo_heads.jsonl")
@@ -95,6 +98,8 @@ def row_of(model: Architecture, flags: str | None = None) -> str:
     Args:
         flags: ``lora`` or ``freeze_backbone``; by default what the row of its family in the page is about.
     """
+    if model.auto_class == IMAGE_TEXT:
+        return _row_of_image_text(model)
     of_text = model.auto_class == CLASSIFICATION
     asked = {"lora": LORA, "freeze_backbone": FREEZE, None: LORA if of_text else ClassifierTrainingArguments()}[flags]
     kind, auto_class = model.model_type, model.auto_class
@@ -119,6 +124,39 @@ def row_of(model: Architecture, flags: str | None = None) -> str:
             return shortened(f"refused: {refusal}")
         except Exception as error:
             return shortened(f"wrong: {type(error).__name__}: {error}")
+    return _compared(found)
+
+
+def _row_of_image_text(model: Architecture) -> str:
+    def load_whole() -> Any:
+        return getattr(transformers, IMAGE_TEXT).from_pretrained(base)
+
+    @torch.no_grad()
+    def found_by(one: nn.Module) -> Tensor:
+        return one.eval()(**{name: entry for name, entry in model.batch().items() if name != "labels"}).logits
+
+    with TemporaryDirectory() as folder:
+        base, final = Path(folder, "base"), Path(folder, "final")
+        try:
+            cast(Any, model.build()).save_pretrained(base)
+            trained = changed(train_part_of_image_text(load_whole(), Flags(lora=True, lora_rank=2)))
+            expected = found_by(trained)
+        except InputError as refusal:
+            return shortened(f"refused: {refusal}")
+        except Exception as error:  # peft's model hands blip an argument twice
+            return shortened(f"not built: {type(error).__name__}: {error}")
+        try:
+            trained.save_pretrained(final)
+            by_recipes = load_adapters(load_whole(), final, task_type="CAUSAL_LM", source="final")
+            by_peft = PeftModel.from_pretrained(load_whole(), str(final), is_trainable=True)
+            return _compared([expected, found_by(by_recipes), found_by(by_peft)])
+        except InputError as refusal:
+            return shortened(f"refused: {refusal}")
+        except Exception as error:
+            return shortened(f"wrong: {type(error).__name__}: {error}")
+
+
+def _compared(found: list[Tensor]) -> str:
     largest = max(float((one - found[0]).abs().max()) for one in found[1:])
     return IDENTICAL if largest == 0 else f"within {ROUNDING:g}" if largest <= ROUNDING else f"wrong: by {largest:.1g}"
 
@@ -141,11 +179,11 @@ def rows_so_far(path: Path = ROWS) -> dict[tuple[str, str], str]:
 def main(arguments: list[str]) -> int:
     """Find the rows that ``arguments`` name and the file lacks; the exit code."""
     parser = argparse.ArgumentParser("zoo.heads")
-    parser.add_argument("names", nargs="*", help="families, or FAMILY:TYPE; both of classifiers without one")
+    parser.add_argument("names", nargs="*", help="families, or FAMILY:TYPE; all three without one")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--flags", choices=("lora", "freeze_backbone"), help="what trains; such rows are only printed")
     options = parser.parse_args(arguments)
-    found = {family: types for family, types in families().items() if family in (CLASSIFICATION, IMAGES)}
+    found = {family: types for family, types in families().items() if family in (CLASSIFICATION, IMAGES, IMAGE_TEXT)}
     named = {(f, t): one for f, types in found.items() for t, one in types.items() if is_named(options.names, f, t)}
     left = {name: model for name, model in named.items() if options.flags or name not in rows_so_far()}
     import_in_advance()

@@ -45,13 +45,14 @@ The budget of `budget:bitwise` is half-way between the peak of plain and the pea
 save few bytes if these bytes are the peak. If no plan lowers the peak, a budget below it has to be refused.
 
 """
-OF_HEADS = """## Classifiers with a new head
+OF_HEADS = """## New heads and adapters
 
-Generated from [zoo_heads.jsonl](zoo_heads.jsonl). The base model was saved without a head. Text
-classifiers train adapters (`--lora`) and the new parts, image classifiers train everything. *Identical*: the saved
-model gives the same logits as the run, to the last bit. It was loaded under another seed, by the recipes and by peft
-alone (image models: by transformers alone). *Rounding*: within 1e-7. On an Intel Xeon (AMX) there is none. On an AMD
-EPYC (Zen 3) sums of regnet, jamba and zamba rounded otherwise from one copy of the model to the next.
+Generated from [zoo_heads.jsonl](zoo_heads.jsonl). The base of a classifier was saved without a head. Text
+classifiers train adapters (`--lora`) and the new parts, image classifiers train everything. Models of images and text
+train adapters of their decoder. *Identical*: the saved model gives the same logits as the run, to the last bit. It was
+loaded under another seed, by the recipes and by peft alone (image classifiers: by transformers alone). *Rounding*:
+within 1e-7. On an Intel Xeon (AMX) there is none. On an AMD EPYC (Zen 3) sums of regnet, jamba and zamba rounded
+otherwise from one copy of the model to the next.
 
 """
 VERDICTS = (IDENTICAL, "within", "refused", LOST, "not built")

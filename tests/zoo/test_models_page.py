@@ -28,7 +28,7 @@ def test_no_plan_is_wrong():
     assert [row for row in ROWS if not is_right(row) and NO_EFFECT not in row] == []
 
 
-def test_no_classifier_loses_what_it_trained():
+def test_nothing_loses_what_it_trained():
     assert [(name, row) for name, row in HEADS.items() if row.startswith(heads.LOST)] == []
 
 
