@@ -123,8 +123,6 @@ def chain_of(
             option = _option(way, by_name[block.name], kept.blocks[position])
             variables_bytes = max(0, baseline.variables_bytes - traces[way].variables_bytes)
             option = replace(option, forward_transient_bytes=option.forward_transient_bytes + variables_bytes)
-            if way[0] is Action.RECOMPUTE_NESTED:  # whose spans have ``span_bytes``
-                option = replace(option, saved_bytes=option.saved_bytes - random_state_bytes)
             blocks[position] = replace(block, options=(*block.options, option))
     return replace(
         kept,

@@ -54,9 +54,9 @@ def test_blocks_run_three_times_and_their_parts_once_more(make_case, name, times
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("resnet50", 1.03),  # random states of parts, on a CPU, count in both runs of a span
+        ("resnet50", 1.06),  # random states of parts, on a CPU, count in both runs of a span
         ("gpt2", 1.02),
-        ("densenet_small", 1.16),
+        ("densenet_small", 1.12),
         ("vgg_small", 1.12),
         pytest.param("densenet121", 1.02, marks=pytest.mark.slow),
     ],
