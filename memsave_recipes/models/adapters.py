@@ -141,7 +141,8 @@ def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None, within:
         within: the name of the part of the model whose layers get adapters.
 
     Raises:
-        InputError: none of the target modules is there; as ``copied_modules``; or as ``load_adapters``.
+        InputError: none of the target modules is there; peft would not read back what it writes of them; as
+            ``copied_modules``; or as ``load_adapters``.
     """
     if not flags.has_adapters:
         return model
@@ -171,7 +172,11 @@ def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None, within:
                 fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
                 **{"exclude_modules": _linear_routers(model) or None, **entries},
             )
-            return get_peft_model(model, config, autocast_adapter_dtype=False)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            _check_come_back(adapted, source)
+            return adapted
+    except InputError:
+        raise
     except ValueError as error:
         if "groups" in str(error) or "odules" not in str(error):
             raise InputError(f"{source}: {first_line(error)}: change the file") from error
@@ -179,6 +184,20 @@ def add_lora(model: Any, flags: LoraArguments, *, task_type: str | None, within:
         raise InputError(f"{source}: no such layers in this model (linear ones: {found})") from error
     except (TypeError, AttributeError) as error:  # of entries of a wrong kind
         raise InputError(f"{source}: {first_line(error)}: change the file") from error
+
+
+def _check_come_back(model: Any, source: str) -> None:
+    """Raise ``InputError`` where peft, which renames what it reads, finds no place for adapters that it has written."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    read: Any = set_peft_model_state_dict(model, get_peft_model_state_dict(model, save_embedding_layers=False))
+    lost = [name for name in read.missing_keys if ".lora_" in name]
+    if lost:
+        layer = lost[0].removeprefix("base_model.model.").partition(".lora_")[0]
+        raise InputError(
+            f"{source}: peft writes adapters of {layer} that it does not read again: name other target_modules in "
+            "--lora_config"
+        )
 
 
 def _targets(model: nn.Module, task_type: str | None, copied: Sequence[str]) -> list[str] | str:

@@ -87,6 +87,16 @@ def test_adapters_that_the_model_takes_in_part_are_refused(model, tmp_path, edit
     assert "\n" not in str(error.value)
 
 
+def test_adapters_that_peft_would_not_read_again_are_refused_before_training(model, monkeypatch):
+    def renamed(*, adapter_state_dict, **_):
+        return {name.replace("layers.1", "layers.9"): tensor for name, tensor in adapter_state_dict.items()}
+
+    conversion = "peft.utils.transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers"
+    monkeypatch.setattr(conversion, renamed)
+    with pytest.raises(InputError, match=r"^--lora: peft writes adapters of model\.layers\.1\.\S+ that .*target_mod"):
+        add_lora(model, LoraArguments(lora=True), task_type="CAUSAL_LM")
+
+
 def test_without_the_flag_nothing_changes(model):
     assert add_lora(model, LoraArguments(), task_type="CAUSAL_LM") is model
     assert all(parameter.requires_grad for parameter in model.parameters())
