@@ -11,10 +11,10 @@ Notes: ``docs/design/activations.md``.
 
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -25,12 +25,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -47,7 +49,8 @@ NEVER_COMPILED = "memsave_never_compiled"
 WAYS_OUT = "use another strategy, on eager layers (--compile none)"
 _numbers = count()
 NOTHING = nullcontext()
-"""Used where torch has the setting already: to set it anew takes 10 us a call."""
+MANY_GRAPHS = dynamo_config.patch(recompile_limit=MAX_GRAPHS)
+"""Around calls that may need it alone: it takes 20 us."""
 
 
 ALL = 1.0
@@ -70,11 +73,10 @@ class Region:
 
         name = f"{run_layer.__name__}_{next(_numbers)}"
         run_layer.__code__ = run_layer.__code__.replace(co_name=name)
-        options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
-        options["deterministic"] = True  # no measurement decides how sums are cut, so the next run has the same bits
         self.ratio, self.required = max(ratio, SMALLEST_RATIO), required
         self._compiles: dict[type, bool] = {}
-        self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
+        self._num_graphs, self._few_graphs = 0, min(dynamo_config.recompile_limit, MAX_GRAPHS)
+        self._run_layer = torch.compile(run_layer, fullgraph=True, backend=self._graph)
 
     @staticmethod
     def is_observed() -> bool:
@@ -91,8 +93,8 @@ class Region:
         if not self._compiles.get(kind, True):
             return method(*args, **kwargs)
         try:
-            partitioner, dynamo = _settings(self.ratio)
-            with NOTHING if functorch_config.activation_memory_budget == self.ratio else partitioner, dynamo:
+            many_graphs = NOTHING if self._num_graphs < self._few_graphs else MANY_GRAPHS
+            with NOTHING if DistributedDataParallel._active_ddp_module is None else _without_ddp(), many_graphs:
                 outputs = self._run_layer(method, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise _refusal(kind, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
@@ -106,12 +108,25 @@ class Region:
         self._compiles[kind] = True
         return outputs
 
+    def _graph(self, graph: GraphModule, inputs: list[Any]) -> Any:
+        """Compile a graph for the forward, and cut it into what runs there and in the backward."""
+        self._num_graphs += 1
+        options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
+        options["deterministic"] = True  # no measurement decides how sums are cut, so the next run has the same bits
+        inductor: Callable[..., Any] = lookup_backend("inductor")
+        with functorch_config.patch(activation_memory_budget=self.ratio):
+            return inductor(graph, inputs, config_patches=options)
 
-@cache
-def _settings(ratio: float) -> tuple[Any, Any]:
-    """Make torch's settings once: that takes longer than a call of a compiled layer."""
-    of_dynamo = dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS)
-    return functorch_config.patch(activation_memory_budget=ratio), of_dynamo
+
+@contextmanager
+def _without_ddp() -> Iterator[None]:
+    """Hide that DDP is around, for which torch would cut a layer's graph."""
+    around = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = None
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = around
 
 
 def _refusal(kind: type, reason: str) -> InputError:
@@ -153,9 +168,10 @@ class CompiledLayer(PlannedForward):
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         if self.region.is_observed():
             return (self.method if self.runs_again else self.recomputed)(*args, **kwargs)
-        if self.runs_again:
+        effects = self.recomputed.effects
+        if self.runs_again or effects.is_looked_at:
             return self.region.run(self.method, *args, **kwargs)
-        first_run, _ = self.recomputed.effects.around(partial(self.region.run, self.method, **kwargs))
+        first_run, _ = effects.around(partial(self.region.run, self.method, **kwargs))
         return first_run(*args)
 
     def compiled(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.cpp_builder
+from torch.nn.parallel import DistributedDataParallel
 
 from memsave_recipes.core.activations import apply_plan, compiled, plan_blocks
 from memsave_recipes.core.activations.compiled import Region, check_compiler
@@ -14,11 +15,42 @@ from memsave_recipes.core.errors import InputError
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_too_many_graphs_are_an_error_and_not_the_plain_layer(monkeypatch):
     monkeypatch.setattr(compiled, "MAX_GRAPHS", 1)
-    region = Region(0.31)  # whose settings no other test has made
+    monkeypatch.setattr(compiled, "MANY_GRAPHS", torch._dynamo.config.patch(recompile_limit=1))
+    region = Region(0.31)
     x = torch.randn(4, 3, requires_grad=True)
     assert torch.equal(region.run(torch.nn.ReLU().forward, x), x.relu())
     with pytest.raises(InputError, match=r"ReLU cannot be compiled as one graph .* more than 1 forms"):
         region.run(torch.nn.ReLU().forward, x[:2])
+
+
+class Powers(torch.nn.Module):
+    """Takes one graph for each exponent."""
+
+    def __init__(self, exponent):
+        super().__init__()
+        self.exponent = exponent
+
+    def forward(self, x):
+        return torch.linalg.multi_dot([x] * self.exponent)
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+def test_there_may_be_more_graphs_than_torch_allows(graphs):
+    region, x = Region(1.0), torch.randn(3, 3, requires_grad=True)
+    exponents = range(2, 4 + torch._dynamo.config.recompile_limit)
+    for exponent in exponents:
+        torch.testing.assert_close(region.run(Powers(exponent).forward, x), torch.linalg.matrix_power(x, exponent))
+    assert graphs() == len(exponents)
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+def test_the_graph_of_a_layer_is_not_cut_where_buckets_of_ddp_end(monkeypatch, graphs):
+    around = SimpleNamespace(bucket_bytes_cap=1)
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", around)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])
+    Region(1.0).run(layers.forward, torch.ones(3, 3)).sum().backward()
+    assert graphs() == 1
+    assert DistributedDataParallel._active_ddp_module is around
 
 
 class Branches(torch.nn.Module):
