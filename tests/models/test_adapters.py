@@ -2,6 +2,7 @@
 
 import json
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
@@ -88,11 +89,12 @@ def test_adapters_that_the_model_takes_in_part_are_refused(model, tmp_path, edit
 
 
 def test_adapters_that_peft_would_not_read_again_are_refused_before_training(model, monkeypatch):
-    def renamed(*, adapter_state_dict, **_):
-        return {name.replace("layers.1", "layers.9"): tensor for name, tensor in adapter_state_dict.items()}
+    read = peft.set_peft_model_state_dict
 
-    conversion = "peft.utils.transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers"
-    monkeypatch.setattr(conversion, renamed)
+    def read_renamed(model, weights):
+        return read(model, {name.replace("layers.1", "layers.9"): tensor for name, tensor in weights.items()})
+
+    monkeypatch.setattr(peft, "set_peft_model_state_dict", read_renamed)
     with pytest.raises(InputError, match=r"^--lora: peft writes adapters of model\.layers\.1\.\S+ that .*target_mod"):
         add_lora(model, LoraArguments(lora=True), task_type="CAUSAL_LM")
 
