@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from memsave_recipes.core.plans.plan import Action
 
@@ -178,7 +179,7 @@ class Chain:
         if len(set(starts)) < len(starts):
             raise ValueError("the blocks of a stack must be neighbours in the chain")
 
-    @property
+    @cached_property
     def decided(self) -> tuple[int, ...]:
         """The positions of the blocks that a plan decides about."""
         return tuple(position for position, block in enumerate(self.blocks) if block.stack is not None)

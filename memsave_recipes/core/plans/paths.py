@@ -8,7 +8,7 @@ Notes: ``docs/design/plans.md``.
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
 from memsave_recipes.core.plans.chain import BlockOption, Chain
@@ -57,6 +57,7 @@ Edges: TypeAlias = list[list[Edge]]
 """The edges that leave each block of a chain."""
 
 
+@lru_cache(maxsize=8)
 def edges_of(chain: Chain) -> Edges:
     """List every edge of every plan: O(blocks^2). Their peaks come on top of ``chain.extra_args_bytes``."""
     sizes = _Sizes(chain)
@@ -91,7 +92,7 @@ class _Sizes:
 
     def __init__(self, chain: Chain) -> None:
         self.blocks = chain.blocks
-        self.nested_option = chain.nested_option
+        self.nested_option = cache(chain.nested_option)
         self.span_bytes = chain.span_bytes
         self.tick_s = tick_s(chain)
         self.states = chain.states_bytes

@@ -86,15 +86,11 @@ def smallest_feasible(chain: Chain) -> int:
 
 
 def _fewest_bytes(edges: Edges, enough: int) -> int:
-    """Return the fewest free bytes with a feasible path, at most ``enough``."""
-    too_few = -1
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if resource_bounds(edges, middle)[0]:
-            enough = middle
-        else:
-            too_few = middle
-    return enough
+    """Return the fewest free bytes with a feasible path, at most ``enough``.
+
+    What a path may hold at its start falls by a byte with each free byte less, so all of that is more than needed.
+    """
+    return enough - max((held for held, _ in resource_bounds(edges, enough)[0]), default=0)
 
 
 def _floor_bytes(chain: Chain) -> int:
