@@ -100,6 +100,7 @@ class Measurement:
     workload: Workload
     traces: list[tuple[Plan, StepTrace]]
     kinds: Mapping[str, Hashable] = field(default_factory=dict)
+    _chains: dict[Hashable, Chain] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def running(self) -> dict[str, bool]:
@@ -115,6 +116,12 @@ class Measurement:
             tiles: whether MLPs may run in tiles.
             saves_part: whether compiled blocks may save a part.
         """
+        key = frozenset(offload), tiles, saves_part
+        if key not in self._chains:
+            self._chains[key] = self._chain(*key)
+        return self._chains[key]
+
+    def _chain(self, offload: Collection[Action], tiles: bool, saves_part: bool) -> Chain:
         traces = {
             way_of(plan): trace
             for plan, trace in self.traces

@@ -420,7 +420,7 @@ def search_space(
         **room.room,
         strategy=run.activation_checkpointing or "none",
         device_type=device_type,
-        static=static if groups is None else partial(static, num_shards=groups.size),
+        static=cache(static if groups is None else partial(static, num_shards=groups.size)),
         plan_of=partial(plan_blocks, model),
         compiled=compiled,
         micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
