@@ -288,7 +288,7 @@ def test_a_recipe_has_few_flags(recipe):
 FILES_OF_A_FLAG = {
     "activation_checkpointing": {"training/arguments", "core/step/settings", "run/run_plan", "core/planner/search"},
     "memory_budget_gib": {"training/arguments", "core/step/settings"},
-    "offload_optimizer": {"training/arguments", "core/step/settings", "core/step/memory", "training/optimizers"},
+    "offload_optimizer": {"training/arguments", "core/step/settings", "training/optimizers"},
     "ema_decay": {"training/arguments", "core/step/settings", "core/step/memory", "run/training_run"},
 }
 """The files of a run in which code names a flag; further on its value is a plan, bytes, or what was made of it."""

@@ -364,7 +364,7 @@ class PlannedTraining:
     def _static(self) -> StaticMemory:
         """Return the static memory; under DDP gradients live in its buckets, as in ``static_memory_of``."""
         trained = (parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
-        trained_bytes = allocated_bytes(trained, on_cpu=self.device.type == "cpu")
+        trained_bytes = allocated_bytes(trained, self.device)
         if masters_of(self.optimizer) is not None and self.ranks.number == 1:
             sums = LEAVING_BYTES if self.gradients_resident else 0
             return StaticMemory(sums_bytes=sums, gradients_stay=False, leaving_bytes=LEAVING_BYTES - sums)

@@ -144,7 +144,7 @@ class Built:
                 "every bit, such as full or budget:bitwise"
             )
         device, unread = accelerator.device, slices_of(self.bare).unread
-        with_masters = keeps_masters(args, on_cpu=device.type == "cpu")
+        with_masters = keeps_masters(args, device)
         shard(self.trained, self.bare, plan, groups, device, args.shard, unread, with_masters=with_masters)
         let_go_of_stand_ins(self.bare)
         self._joint_blocks = joint_blocks(plan)

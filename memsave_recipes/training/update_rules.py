@@ -136,7 +136,7 @@ class StochasticAdamW(Optimizer):
         tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         parts = [torch.atleast_1d(local(tensor)) for tensor in tensors]
         begin = first_row(parameter) if isinstance(parameter, DTensor) else 0
-        end, rows = begin + len(parts[0]), slice_rows(parameter)
+        end, rows = begin + len(parts[0]), slice_rows(parameter, parameter.device)
         for number in range(begin // rows, -(-end // rows)):
             at = number * rows
             first, last = max(begin, at), min(end, at + rows)

@@ -13,6 +13,7 @@ from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.host import state as host_state
 from memsave_recipes.core.host import step as host_step
 from memsave_recipes.core.planner.budget import WORKSPACES, overheads_of_target
+from memsave_recipes.core.plans.chain import CPU
 from memsave_recipes.core.step import memory
 from memsave_recipes.core.text import GIB
 from memsave_recipes.training import optimizers
@@ -93,7 +94,9 @@ def on_host(monkeypatch):
     monkeypatch.setattr(host_step, "SideStream", Counting)
     monkeypatch.setattr(optimizers, "step_masters", note)
     monkeypatch.setattr(
-        memory, "update_bytes", lambda *args, **options: 0 if options["on_cpu"] else update_bytes(*args, **options)
+        memory,
+        "update_bytes",
+        lambda name, share, device, **ranks: 0 if device == CPU else update_bytes(name, share, device, **ranks),
     )
     return count
 

@@ -14,6 +14,7 @@ from transformers import get_scheduler
 from workloads import peak_bytes
 
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans.chain import CPU, CUDA
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.memory import clipping_bytes, counters_bytes, update_bytes
 from memsave_recipes.core.step.memory import state_bytes as known_state_bytes
@@ -81,11 +82,11 @@ def test_an_update_and_clipping_take_no_more_than_is_known(name, shapes):
     optimizer.step()
     parameters = list(model)
     update = peak_bytes(optimizer.step)
-    assert update <= update_bytes(name, parameters, on_cpu=True) <= 1.05 * update + 2000
-    assert peak_bytes(lambda: clip_gradients(optim, Accelerator(), model)) <= clipping_bytes(parameters, on_cpu=True)
+    assert update <= update_bytes(name, parameters, CPU) <= 1.05 * update + 2000
+    assert peak_bytes(lambda: clip_gradients(optim, Accelerator(), model)) <= clipping_bytes(parameters, CPU)
     state = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_of(optimizer)}
     known = known_state_bytes(name, parameters, momentum=optim.momentum)
-    known += counters_bytes(name, len(parameters), on_cpu=True)
+    known += counters_bytes(name, len(parameters), CPU)
     assert sum(storage.nbytes() for storage in state.values()) <= known
 
 
@@ -342,19 +343,19 @@ def test_every_adamw_has_the_betas_and_the_epsilon(name):
     assert torch.allclose(before - model[1].bias, torch.full((4,), 0.125))
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_adafactor_changes_one_parameter_after_the_other_on_every_device(on_cpu):
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_adafactor_changes_one_parameter_after_the_other_on_every_device(device):
     """The change of the second (100, 200) beside that of the first; means over rows, columns and both; one vector."""
     parameters = [torch.empty(100, 200), torch.empty(100, 200), torch.empty(50)]
-    numbers = 64 if on_cpu else 16 * 512
+    numbers = 64 if device == CPU else 16 * 512
     expected = numbers + 4 * (2 * 20_000 + 100 + 200 + 1) + 4 * 50
-    assert update_bytes("adafactor", parameters, on_cpu=on_cpu) == expected
+    assert update_bytes("adafactor", parameters, device) == expected
 
 
 def test_an_accelerator_clips_with_a_block_for_every_norm_and_partial_sums():
     parameters = [torch.empty(2**20, device="meta"), torch.empty(10, device="meta")]  # 16 sums for each
-    assert clipping_bytes(parameters, on_cpu=False) == (2 + 1 + 1 + 16) * 512
-    assert clipping_bytes(parameters, on_cpu=True) == (2 + 2 + 16) * 4
+    assert clipping_bytes(parameters, CUDA) == (2 + 1 + 1 + 16) * 512
+    assert clipping_bytes(parameters, CPU) == (2 + 2 + 16) * 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adafactor"])

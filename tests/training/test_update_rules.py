@@ -21,6 +21,7 @@ from workloads import peak_bytes
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import static_memory_of
+from memsave_recipes.core.plans.chain import CPU
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.memory import (
     MOST_PACKED,
@@ -293,7 +294,7 @@ def test_stochastic_rounding_takes_a_slice(shape):
     static = static_memory_of(STOCHASTIC, model, BatchLayout.of(1, 1, 1))
     assert static.state_bytes == 4 * model[0].numel()
     update = peak_bytes(optimizer.step)
-    assert update <= update_bytes("adamw_bf16", model, on_cpu=True) <= 1.05 * update + 100
+    assert update <= update_bytes("adamw_bf16", model, CPU) <= 1.05 * update + 100
 
 
 def bits_of(tensors):

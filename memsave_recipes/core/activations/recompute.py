@@ -32,6 +32,7 @@ from memsave_recipes.core.activations.micro_batches import on_inner_tensors
 from memsave_recipes.core.activations.side_effects import SideEffects
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan
+from memsave_recipes.core.plans.chain import CPU
 
 
 def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
@@ -237,9 +238,6 @@ def _values_of(kinds: tuple[str, ...]) -> tuple[Any, ...]:
 def _default_device() -> torch.device:
     """As ``torch.get_default_device``, which takes longer to find that there is no mode and so none is set."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else CPU
-
-
-CPU = torch.device("cpu")
 
 
 @cache

@@ -235,10 +235,10 @@ def resident_tensors(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in on_host]
 
 
-def ahead_bytes(model: nn.Module, *, on_cpu: bool) -> int:
+def ahead_bytes(model: nn.Module, device: torch.device) -> int:
     """Of the weights that are copied ahead, at most, as the device counts them; 0 where none are streamed."""
     copies = [[layer.module.get_parameter(name).nbytes for name in layer.names] for layer in _streamed_layers(model)]
-    return max((allocated_bytes(sizes, on_cpu=on_cpu) for sizes in copies), default=0)
+    return max((allocated_bytes(sizes, device) for sizes in copies), default=0)
 
 
 def host_bytes(model: nn.Module) -> int:

@@ -84,9 +84,8 @@ class Workload:
 
     def _bytes_of(self, tensors: Sequence[Tensor]) -> int:
         """Add up storages, and what is copied ahead."""
-        on_cpu = self.device.type == "cpu"
         sizes = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages_in(tensors)}
-        return allocated_bytes(sizes.values(), on_cpu=on_cpu) + ahead_bytes(self.model, on_cpu=on_cpu)
+        return allocated_bytes(sizes.values(), self.device) + ahead_bytes(self.model, self.device)
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Measurement:
             traces,
             stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
             resident_bytes=self.workload.resident_bytes,
-            on_cpu=self.workload.device.type == "cpu",
+            device=self.workload.device,
             compiled=self.traces[0][0].compiled,
             kinds=self.kinds,
             num_parts=self._num_parts,
@@ -360,7 +359,7 @@ class _Run:
         tracer = StepTracer(
             self.workload.model,
             self.workload.batch,
-            on_cpu=self.instruments.on_cpu,
+            device=self.instruments.device,
             counting=counting,
             frees_gradients=not self.workload.gradients_stay,
             extra_modules=self.workload.extra_modules,

@@ -47,10 +47,10 @@ from memsave_recipes.core.costs.throughput import ModelFlops
 from memsave_recipes.core.costs.trace_events import Meter
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan
+from memsave_recipes.core.plans.chain import CPU
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
 MASK_ALIGNMENT = 16  # elements of a row of a mask
@@ -180,7 +180,7 @@ class Estimator:
     @contextmanager
     def _simulating(self, model: nn.Module, clock: SimulatedClock) -> Iterator[None]:
         """Put the target's kernels, copies and exchanges in place of this CPU's."""
-        on_cpu = self.target.device_type == "cpu"
+        check = check_compiler if self.target.device_type == "cpu" else lambda model: None
         if (stream := stream_of(model)) is not None:
             stream.copies = SimulatedStream(clock, self.target.host_bytes_per_s)
         with (
@@ -189,7 +189,7 @@ class Estimator:
             simulated_offloading(self.target, clock),
             simulated_exchanges(clock, self.bytes_per_s_between),
             self._compiler.compiling(clock),
-            replaced(apply, "check_compiler", check_compiler if on_cpu else lambda model: None),
+            replaced(apply, "check_compiler", check),
         ):
             yield
 
@@ -220,7 +220,7 @@ def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None
         yield
         return
     before = RUN[Action.OFFLOAD]
-    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), SimulatedCopies(clock, target.host_bytes_per_s)).run
+    RUN[Action.OFFLOAD] = OffloadEngine(CPU, SimulatedCopies(clock, target.host_bytes_per_s)).run
     try:
         yield
     finally:

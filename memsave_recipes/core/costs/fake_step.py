@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from memsave_recipes.core.costs.throughput import CONVOLUTIONS, FORMULAS_OF_ALL_THAT_RUNS
 from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter, Reading
-from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.chain import CPU, allocated_bytes
 
 aten = torch.ops.aten
 
@@ -148,7 +148,7 @@ class Workspaces:
                 outs.append(func(*args, **kwargs))
                 meter.mark()
 
-            (reading,) = DeviceInstruments(torch.device("cpu")).read_memory(run)
+            (reading,) = DeviceInstruments(CPU).read_memory(run)
             return KernelRun(reading.peak_bytes, tuple(tree_map_only(Tensor, _on_meta, tree_leaves(outs))))
 
 
@@ -231,7 +231,7 @@ class FakeInstruments(DeviceInstruments):
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """Read the bytes of the tensors that are alive, above those at the beginning, and seconds by the roofline."""
         operators = _Operators(self)
-        with operators, operators.seeing_random_states() if self.on_cpu else nullcontext():
+        with operators, operators.seeing_random_states() if self.device.type == "cpu" else nullcontext():
             step(operators)
         return operators.readings
 
@@ -281,7 +281,7 @@ class _Operators(TorchDispatchMode):
         if self.instruments.known.runs_values and func in INDEXES:
             args = _with_places(args)
         key, out = self.instruments.known.results_of(func, args, kwargs)
-        if is_view(func) and not (func is MAKES_OF_NUMBERS and self.instruments.on_cpu):
+        if is_view(func) and not (func is MAKES_OF_NUMBERS and self.instruments.device.type == "cpu"):
             return out
         with torch._C.DisableTorchFunction():
             return self._counted(func, args, kwargs, key, out)
@@ -289,7 +289,7 @@ class _Operators(TorchDispatchMode):
     def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable, out: Any) -> Any:
         """Add the bytes and seconds of ``out``, and return it in the form that the kernel gives it."""
         saves_number = func in SAVES_NUMBERS and torch.is_grad_enabled() and not isinstance(args[1], Tensor)
-        if self.instruments.on_cpu and saves_number:
+        if saves_number and self.instruments.device.type == "cpu":
             self.live_bytes += NUMBER_BYTES
         taken = {id(storage) for storage in _storages((args, kwargs))}
         workspace_of = None if _has_values(out) else self.instruments.workspace_of
@@ -322,7 +322,7 @@ class _Operators(TorchDispatchMode):
             torch.get_rng_state = read
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        num_bytes = allocated_bytes([storage.nbytes()], on_cpu=self.instruments.on_cpu)
+        num_bytes = allocated_bytes([storage.nbytes()], self.instruments.device)
         self._counted_storages.add(storage)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

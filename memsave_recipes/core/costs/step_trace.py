@@ -11,6 +11,8 @@ from math import hypot, sqrt
 from statistics import fmean, median
 from typing import NamedTuple
 
+import torch
+
 from memsave_recipes.core.activations.offload import SMALLEST_BYTES
 from memsave_recipes.core.costs.trace_events import Ends, Part, Reading, Storages
 from memsave_recipes.core.plans.chain import BlockCosts, BlockOption, Chain
@@ -78,7 +80,7 @@ def chain_of(
     *,
     stack_of: dict[str, int],
     resident_bytes: int,
-    on_cpu: bool,
+    device: torch.device,
     compiled: bool,
     kinds: Mapping[str, Hashable],
     num_parts: Mapping[str, int],
@@ -88,11 +90,11 @@ def chain_of(
     Args:
         stack_of: the number of the stack of every block.
         compiled: whether the layers computed compiled.
-        on_cpu: whether the state of the random number generator counts, which lives on the host.
+        device: of the step; on a CPU the state of the random number generator counts, which lives there.
         kinds: a value for each block, equal for those that are alike; of blocks without one only the bytes count.
         num_parts: of blocks that recompute part by part; each part has a checkpoint of its own.
     """
-    random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
+    random_state_bytes = RANDOM_STATE_BYTES if device.type == "cpu" else 0
     baseline = traces[AS_IT_IS]
     extra_args = _extra_args(baseline.parts)
     if offloaded := {way: trace for way, trace in traces.items() if way[0].kind.on_host}:

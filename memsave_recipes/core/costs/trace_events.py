@@ -57,17 +57,12 @@ class DeviceInstruments:
     device: torch.device
     repetitions: int = 5
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether bytes are those of the host's memory, whose tensors are no whole blocks."""
-        return self.device.type == "cpu"
-
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """Return a reading for each boundary, by the allocator's statistics or, on a CPU, torch's profiler.
 
         Bytes are counted from where the step begins.
         """
-        if self.on_cpu:
+        if self.device.type == "cpu":
             return _read_profile(step)
         meter = _AllocatorMeter(self.device)
         step(meter)
@@ -224,13 +219,13 @@ class StepTracer:
         model: nn.Module,
         batch: Iterable[Tensor],
         *,
-        on_cpu: bool,
+        device: torch.device,
         counting: bool,
         frees_gradients: bool,
         extra_modules: Sequence[str],
     ) -> None:
         self.model = model
-        self.on_cpu = on_cpu
+        self.device = device
         self.counting = counting
         self.frees_gradients = frees_gradients
         self.extra_modules = extra_modules
@@ -341,7 +336,7 @@ class StepTracer:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
             part = latest if parameter in self._tied else self._in_backward
             if part is not None and parameter.grad is not None:
-                num_bytes = allocated_bytes([parameter.grad.untyped_storage().nbytes()], on_cpu=self.on_cpu)
+                num_bytes = allocated_bytes([parameter.grad.untyped_storage().nbytes()], self.device)
                 part.gradient_bytes += num_bytes
                 part.tied_gradient_bytes += num_bytes if parameter in self._tied else 0
                 if parameter not in self._tied:
@@ -412,7 +407,7 @@ class StepTracer:
         for storage in storages_in(tensors) if self.counting else ():
             self._references.append(StorageWeakRef(storage))
             if storage._cdata not in self._resident:
-                found[storage._cdata] = allocated_bytes([storage.nbytes()], on_cpu=self.on_cpu)
+                found[storage._cdata] = allocated_bytes([storage.nbytes()], self.device)
         return found
 
 

@@ -34,7 +34,7 @@ from memsave_recipes.core.host.masters import (
     weakly,
 )
 from memsave_recipes.core.host.state import ALIGNMENT, PinnedMemory, first_device, may_leave, pieces_of, refuse_unfit
-from memsave_recipes.core.plans.chain import allocated_bytes
+from memsave_recipes.core.plans.chain import CUDA, allocated_bytes
 from memsave_recipes.core.sharding.tensors import is_sharded, local, norms_over_ranks, with_part
 
 LEAVING_BYTES = 2**26
@@ -326,7 +326,7 @@ class HostMasters(Masters):
 
     def _free_leaving(self, num_bytes: int) -> None:
         """Keep so many bytes of gradients; the device waits until the others are copied, and frees them."""
-        while allocated_bytes((gradient.nbytes for _, gradient in self._leaving), on_cpu=False) > num_bytes:
+        while allocated_bytes((gradient.nbytes for _, gradient in self._leaving), CUDA) > num_bytes:
             event, _ = self._leaving[0]
             self._down.wait(event)
             self._leaving.popleft()

@@ -91,19 +91,19 @@ def static_memory_of(
     Args:
         num_shards: ranks that the weights are cut up over; ``None``: each rank has all of them.
     """
-    on_cpu = device_type == "cpu"
-    trained: Sequence[Tensor] = as_stepped(optim, trained_parameters(model), on_cpu=on_cpu)
+    device = torch.device(device_type)
+    trained: Sequence[Tensor] = as_stepped(optim, trained_parameters(model), device)
     if num_shards is not None:
         trained = largest_shards(trained, num_shards)
-    gradients = _allocated_bytes(trained, on_cpu)
+    gradients = _allocated_bytes(trained, device)
     accumulates = layout.forwards_per_step > 1
-    optimizer = optimizer_memory(optim, model, num_ranks=num_shards, on_cpu=on_cpu, accumulates=accumulates)
+    optimizer = optimizer_memory(optim, model, device, num_ranks=num_shards, accumulates=accumulates)
     on_host = [one for one in streamed_parameters(model) if one.requires_grad]
-    on_host_alone = optim.steps_on_host(device_type)
+    on_host_alone = optim.steps_on_host(device)
     static = replace(
         optimizer,
-        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), optimizer.optimizer_bytes),
-        losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
+        optimizer_bytes=max(clipping_bytes(trained, device), optimizer.optimizer_bytes),
+        losses_bytes=losses_bytes(layout, logging_steps, device),
         updates_in_backward=optim.optimizer_in_backward,
         device_updated_bytes=0 if on_host_alone else _touched_bytes(optim, trained, optimizer.state_bytes),
         adding_bytes=0 if on_host_alone else 3 * gradients,
@@ -112,11 +112,11 @@ def static_memory_of(
         return _with_gradients(static, optim, layout, trained, on_host, device_type)
     weights = list(model.parameters())
     frozen = largest_shards((one for one in weights if not one.requires_grad), num_shards)
-    kept = _allocated_bytes([*trained, *frozen], on_cpu)
+    kept = _allocated_bytes([*trained, *frozen], device)
     sums = gradients if accumulates else 0
     if on_host_alone:
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
-    return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
+    return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, device) - kept)
 
 
 def _touched_bytes(optim: OptimizerSettings, trained: Sequence[Tensor], state_bytes: int) -> int:
@@ -134,13 +134,13 @@ def _with_gradients(
     device_type: str,
 ) -> StaticMemory:
     """Add gradients of whole weights, of which those ``on_host`` wait there."""
-    on_cpu, accumulates = device_type == "cpu", layout.forwards_per_step > 1
-    gradients = _allocated_bytes(trained, on_cpu)
+    device, accumulates = torch.device(device_type), layout.forwards_per_step > 1
+    gradients = _allocated_bytes(trained, device)
     waiting = set(map(id, on_host))
-    reduced = _allocated_bytes((one for one in trained if id(one) not in waiting), on_cpu)
+    reduced = _allocated_bytes((one for one in trained if id(one) not in waiting), device)
     buckets = reduced if layout.num_processes > 1 else 0
     leaves_rank = on_host or layout.num_processes == 1
-    if optim.steps_on_host(device_type) and leaves_rank and layout.needs_all_gradients is None:
+    if optim.steps_on_host(device) and leaves_rank and layout.needs_all_gradients is None:
         sums = min((layout.forwards_per_step - 1) * gradients, host_step.LEAVING_BYTES)
         leaving = host_step.LEAVING_BYTES - sums
         if layout.num_processes > 1:  # the newest one is there twice, to be averaged
@@ -168,7 +168,7 @@ def shards_of(
     device_type: str,
 ) -> Shards:
     """Make the shards of a step whose gradients are reduced in every micro-batch."""
-    leave = optim.steps_on_host(device_type)
+    leave = optim.steps_on_host(torch.device(device_type))
     return Shards(
         units=units,
         num_ranks=num_ranks,
@@ -178,8 +178,8 @@ def shards_of(
     )
 
 
-def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:
-    return allocated_bytes((tensor.nbytes for tensor in tensors), on_cpu=on_cpu)
+def _allocated_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    return allocated_bytes((tensor.nbytes for tensor in tensors), device)
 
 
 def _with_sums(static: StaticMemory, sums: GradientSums, gradients_bytes: int) -> StaticMemory:

@@ -9,6 +9,7 @@ from functools import cache, partial
 from math import hypot, inf
 from typing import Any
 
+import torch
 from torch import nn
 
 from memsave_recipes.core.activations import plan_blocks
@@ -398,14 +399,14 @@ def search_space(
         groups: of ranks that hold the model in shards; ``None``: each rank has all of it.
         bytes_per_s: that a rank sends to others.
     """
-    on_cpu = device_type == "cpu"
-    with_masters = keeps_masters(optim, on_cpu=on_cpu)
+    device = torch.device(device_type)
+    with_masters = keeps_masters(optim, device)
 
     def in_shards(groups: ShardGroups, layout: BatchLayout) -> InShards:
         @cache
         def of_plan(plan: Plan) -> Shards:
             return shards_of(
-                sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu, with_masters=with_masters),
+                sharded_units(model, plan, groups.size, str(run.shard), device, with_masters=with_masters),
                 optim,
                 layout,
                 num_ranks=groups.size,

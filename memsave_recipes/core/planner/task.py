@@ -146,9 +146,8 @@ def fake_planned_model(task: Task, target: Target) -> nn.Module:
     model = fake_model(task.planned_model)
     if task.optim.streamed != NONE and target.device_type != "cpu":
         stream_on_target(model, trained=task.optim.streamed == ALL)
-    on_cpu = target.device_type == "cpu"
     for weight in trained_parameters(model) if not task.run.in_shards else ():
-        if has_master(task.optim, weight, on_cpu=on_cpu):
+        if has_master(task.optim, weight, target.device):
             weight.grad_dtype = torch.float32
     return model
 

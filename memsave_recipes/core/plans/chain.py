@@ -13,15 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from memsave_recipes.core.plans.plan import Action
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALLOCATION_BYTES = 512
 """CUDA's caching allocator rounds requests up to multiples of it (``kMinBlockSize``, CUDACachingAllocator.h)."""
 
 
-def allocated_bytes(sizes: Iterable[int], *, on_cpu: bool) -> int:
+def allocated_bytes(sizes: Iterable[int], device: torch.device) -> int:
     """Return the bytes that an allocator counts for tensors of these sizes; an accelerator's rounds each one up."""
-    return sum(sizes) if on_cpu else ALLOCATION_BYTES * sum(-(-size // ALLOCATION_BYTES) for size in sizes)
+    if device.type == "cpu":
+        return sum(sizes)
+    return ALLOCATION_BYTES * sum(-(-size // ALLOCATION_BYTES) for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,8 @@ def sharded_units(
     plan: Plan,
     num_ranks: int,
     flag: str,
+    device: torch.device,
     *,
-    on_cpu: bool,
     with_masters: bool = False,
     ends: tuple[str, str] | None = None,
 ) -> tuple[ShardedUnit, ...]:
@@ -75,8 +75,8 @@ def sharded_units(
     Args:
         num_ranks: that hold the weights together.
         flag: the value of ``--shard``, for errors.
-        on_cpu: where gradients that the ranks do not divide are copied before they are reduced; of another dtype one by
-            one.
+        device: of the ranks; a CPU copies gradients that they do not divide before it reduces them, and of another
+            dtype one by one.
         with_masters: whether shards, and the gradients that are reduced, are float32, whatever ``model`` is.
         ends: of a chain in which ``modules_outside_blocks`` are no parts, its first and last part, to which embeddings
             and all else then belong.
@@ -92,7 +92,7 @@ def sharded_units(
         names = {module: ends[0] if isinstance(module, nn.Embedding) else ends[1] for module in names}
     own = {weight for unit in units for weight in _weights(unit.modules)}
     root = [weight for weight in model.parameters() if weight not in own]
-    in_bytes = partial(_in_bytes, num_ranks=num_ranks, on_cpu=on_cpu, with_masters=with_masters)
+    in_bytes = partial(_in_bytes, num_ranks=num_ranks, device=device, with_masters=with_masters)
     found = [in_bytes(root)] if root else []
     for unit in units:
         parts = {blocks.get(module, names[module]) for module in unit.modules}
@@ -108,7 +108,7 @@ def _in_bytes(
     num_ranks: int,
     parts: Iterable[str] = (),
     stays: bool = False,
-    on_cpu: bool,
+    device: torch.device,
     with_masters: bool,
 ) -> ShardedUnit:
     weights = list(weights)
@@ -119,10 +119,10 @@ def _in_bytes(
     return ShardedUnit(
         parts=frozenset(parts),
         gathered_bytes=sum(sizes),
-        rounding_bytes=allocated_bytes(sizes, on_cpu=on_cpu) - sum(sizes),
+        rounding_bytes=allocated_bytes(sizes, device) - sum(sizes),
         reduced_bytes=num_ranks * shards_bytes(map(wide, trained) if with_masters else trained, num_ranks),
         cast_bytes=shards_bytes(trained, num_ranks) if with_masters else 0,
-        copied_bytes=num_ranks * shards_bytes(copied, num_ranks) if on_cpu else 0,
+        copied_bytes=num_ranks * shards_bytes(copied, num_ranks) if device.type == "cpu" else 0,
         frees_last=torch.__version__ >= "2.15",
         stays=stays,
     )

@@ -25,8 +25,7 @@ from memsave_recipes.core.activations.streaming import streamed_parameters
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.state import SMALLEST_BYTES, is_on_host, kind_of, pieces_of, pinned_bytes, waits
 from memsave_recipes.core.host.step import masters_of, ring_bytes
-from memsave_recipes.core.plans.chain import StaticMemory, allocated_bytes
-from memsave_recipes.core.sharding.groups import NONE
+from memsave_recipes.core.plans.chain import CPU, CUDA, StaticMemory, allocated_bytes
 from memsave_recipes.core.sharding.tensors import num_parts
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.settings import OptimizerSettings
@@ -140,9 +139,9 @@ class _Piece:
 def optimizer_memory(
     optim: OptimizerSettings,
     model: nn.Module,
+    device: torch.device,
     *,
     num_ranks: int | None = None,
-    on_cpu: bool,
     accumulates: bool = False,
 ) -> StaticMemory:
     """The memory of the optimizer of ``model``, in shards that of the first rank.
@@ -150,23 +149,22 @@ def optimizer_memory(
     NOTE [ state on the host ] and NOTE [ steps on the host ] say what is where.
 
     Args:
+        device: that it steps on; no state leaves a CPU.
         num_ranks: that are to hold the weights in shards; ``None``: each rank has all of them.
-        on_cpu: where no state leaves the device.
         accumulates: whether the gradients of a step are sums of several.
     """
     shares = parameters_by_optimizer(optim.optimizer, model)
-    averaged, averaged_on_host = _averaged_bytes(optim, model, num_ranks, on_cpu=on_cpu)
-    if optim.offload_optimizer == "step" and not on_cpu:
+    averaged, averaged_on_host = _averaged_bytes(optim, model, num_ranks, device)
+    if optim.steps_on_host(device):
         host_bytes = averaged_on_host + _bytes_of_masters(optim, model, num_ranks, accumulates=accumulates)
         updated = sum(_updated_bytes(optim, name, one, num_ranks) for name, share in shares.items() for one in share)
         return StaticMemory(state_bytes=averaged, host_bytes=host_bytes, updated_bytes=updated)
-    waits = optim.offload_optimizer != NONE and not on_cpu
     trained = [one for share in shares.values() for one in share]
-    masters = [one for one in trained if num_ranks is None and has_master(optim, one, on_cpu=on_cpu)]
+    masters = [one for one in trained if num_ranks is None and has_master(optim, one, device)]
     pieces = [
-        _piece(optim, name, parameters, num_ranks, waits=waits, on_cpu=on_cpu)
+        _piece(optim, name, parameters, num_ranks, device)
         for name, share in shares.items()
-        for parameters in _stepped_together(optim, model, share, num_ranks, waits=waits, on_cpu=on_cpu)
+        for parameters in _stepped_together(optim, model, share, num_ranks, device)
     ]
     visits = [piece.visits_bytes for piece in pieces]
     needs = [piece.update_bytes + piece.visits_bytes for piece in pieces]
@@ -181,8 +179,8 @@ def optimizer_memory(
     if masters:
         needs.append(max(one.numel() for one in masters) * RENEWED_BYTES)
     kept = [NUMBER_BYTES * one.numel() for one in masters]
-    kept_bytes = averaged + allocated_bytes(kept, on_cpu=on_cpu)
-    counters = sum(counters_bytes(name, len(share), on_cpu=on_cpu) for name, share in shares.items())
+    kept_bytes = averaged + allocated_bytes(kept, device)
+    counters = sum(counters_bytes(name, len(share), device) for name, share in shares.items())
     return StaticMemory(
         state_bytes=counters + sum(piece.stays_bytes for piece in pieces) + kept_bytes,
         optimizer_bytes=max(needs, default=0),
@@ -193,37 +191,37 @@ def optimizer_memory(
 
 
 def _averaged_bytes(
-    optim: OptimizerSettings, model: nn.Module, num_ranks: int | None, *, on_cpu: bool
+    optim: OptimizerSettings, model: nn.Module, num_ranks: int | None, device: torch.device
 ) -> tuple[int, int]:
     """The average of the weights: on the device, and on the host, where that of streamed weights is."""
     if optim.ema_decay is None:
         return 0, 0
     on_host = {one for one in streamed_parameters(model) if one.requires_grad}
     on_device = [one for one in averaged_tensors(model).values() if one not in on_host]
-    weights = as_stepped(optim, (one for one in on_device if isinstance(one, nn.Parameter)), on_cpu=on_cpu)
+    weights = as_stepped(optim, (one for one in on_device if isinstance(one, nn.Parameter)), device)
     sizes = [part_numel(one, num_ranks or 1) * one.element_size() for one in weights]
     sizes += [one.nbytes for one in on_device if not isinstance(one, nn.Parameter)]
-    return allocated_bytes(sizes, on_cpu=on_cpu), sum(one.nbytes for one in on_host)
+    return allocated_bytes(sizes, device), sum(one.nbytes for one in on_host)
 
 
-def has_master(optim: OptimizerSettings, weight: Tensor, *, on_cpu: bool) -> bool:
+def has_master(optim: OptimizerSettings, weight: Tensor, device: torch.device) -> bool:
     """Whether a weight that trains has a float32 master on the device."""
-    return keeps_masters(optim, on_cpu=on_cpu) and weight.element_size() < NUMBER_BYTES
+    return keeps_masters(optim, device) and weight.element_size() < NUMBER_BYTES
 
 
-def keeps_masters(optim: OptimizerSettings, *, on_cpu: bool) -> bool:
+def keeps_masters(optim: OptimizerSettings, device: torch.device) -> bool:
     """Whether float32 masters are on the device."""
-    return optim.has_masters and (on_cpu or optim.offload_optimizer != "step")
+    return optim.has_masters and not optim.steps_on_host(device)
 
 
-def as_stepped(optim: OptimizerSettings, weights: Iterable[Tensor], *, on_cpu: bool) -> list[Tensor]:
+def as_stepped(optim: OptimizerSettings, weights: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors like those that the optimizer steps on the device, and like their gradients; without memory for masters.
 
     Only their shapes and dtypes count.
     """
 
     def stepped(weight: Tensor) -> Tensor:
-        return torch.empty(weight.shape, device="meta") if has_master(optim, weight, on_cpu=on_cpu) else weight
+        return torch.empty(weight.shape, device="meta") if has_master(optim, weight, device) else weight
 
     return list(map(stepped, weights))
 
@@ -249,8 +247,8 @@ def _bytes_of_masters(optim: OptimizerSettings, model: nn.Module, num_ranks: int
     ring = ring_bytes(sizes) if accumulates or is_cast else 0
     stepped = {name: [*map(master, share)] for name, share in shares.items()}
     states = (_state_sizes(name, share, optim.momentum, num_ranks) for name, share in stepped.items())
-    updates = (update_bytes(name, share, on_cpu=True, num_ranks=num_ranks or 1) for name, share in stepped.items())
-    counters = sum(counters_bytes(name, len(share), on_cpu=True) for name, share in stepped.items())
+    updates = (update_bytes(name, share, CPU, num_ranks=num_ranks or 1) for name, share in stepped.items())
+    counters = sum(counters_bytes(name, len(share), CPU) for name, share in stepped.items())
     return pinned + ring + sum(map(sum, states)) + counters + max(updates, default=0)
 
 
@@ -263,53 +261,41 @@ def _updated_bytes(optim: OptimizerSettings, name: str, weight: nn.Parameter, nu
 
 
 def _stepped_together(
-    optim: OptimizerSettings,
-    model: nn.Module,
-    share: list[nn.Parameter],
-    num_ranks: int | None,
-    *,
-    waits: bool,
-    on_cpu: bool,
+    optim: OptimizerSettings, model: nn.Module, share: list[nn.Parameter], num_ranks: int | None, device: torch.device
 ) -> Sequence[Sequence[Tensor]]:
     """The parameters of one update rule, in the order and the pieces in which they are stepped."""
     if optim.optimizer_in_backward:
         return [[one] for one in reversed(share)]
     found = decay_groups(optim, model, share)
-    groups = [as_stepped(optim, group["params"], on_cpu=on_cpu) for group in found]
-    if waits:
+    groups = [as_stepped(optim, group["params"], device) for group in found]
+    if optim.waits_on_host(device):
         return [piece for group in groups for piece in pieces_of(group, num_ranks)]
     return [[one for group in groups for one in group]]
 
 
 def _piece(
-    optim: OptimizerSettings,
-    name: str,
-    parameters: Sequence[Tensor],
-    num_ranks: int | None,
-    *,
-    waits: bool,
-    on_cpu: bool,
+    optim: OptimizerSettings, name: str, parameters: Sequence[Tensor], num_ranks: int | None, device: torch.device
 ) -> _Piece:
     """SGD, which is not fused for shards, adds the decay of the weights to a copy of the gradients."""
-    stepped = as_stepped(optim, parameters, on_cpu=on_cpu)
+    stepped = as_stepped(optim, parameters, device)
     sizes = _state_sizes(name, stepped, optim.momentum, num_ranks)
-    smallest = SMALLEST_BYTES if waits else inf
+    smallest = SMALLEST_BYTES if optim.waits_on_host(device) else inf
     waiting = [size for size in sizes if size >= smallest]
     copies = stepped if num_ranks and name == "sgd" and optim.weight_decay else []
     decayed = [part_numel(one, num_ranks or 1) * one.element_size() for one in copies]
-    update = update_bytes(name, stepped, on_cpu=on_cpu, num_ranks=num_ranks or 1)
+    update = update_bytes(name, stepped, device, num_ranks=num_ranks or 1)
     return _Piece(
         parameters=parameters,
-        stays_bytes=allocated_bytes([size for size in sizes if size < smallest], on_cpu=on_cpu),
+        stays_bytes=allocated_bytes([size for size in sizes if size < smallest], device),
         waiting=waiting,
-        visits_bytes=allocated_bytes(waiting, on_cpu=on_cpu),
-        update_bytes=update + allocated_bytes(decayed, on_cpu=on_cpu),
+        visits_bytes=allocated_bytes(waiting, device),
+        update_bytes=update + allocated_bytes(decayed, device),
     )
 
 
 def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
     """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer."""
-    return allocated_bytes(_state_sizes(optimizer, parameters, momentum, None), on_cpu=True)
+    return sum(_state_sizes(optimizer, parameters, momentum, None))
 
 
 def _state_sizes(optimizer: str, parameters: Iterable[Tensor], momentum: float, num_ranks: int | None) -> list[int]:
@@ -330,32 +316,32 @@ def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> l
     return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * [numel * size]
 
 
-def counters_bytes(optimizer: str, num_parameters: int, *, on_cpu: bool) -> int:
+def counters_bytes(optimizer: str, num_parameters: int, device: torch.device) -> int:
     """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for.
 
     The fused AdamW counts on the device, Adafactor always on the host.
     """
     if optimizer == "adamw_8bit":
         return BITSANDBYTES_CODES
-    counted = ("adamw", "adafactor") if on_cpu else ("adamw",)
-    return allocated_bytes([NUMBER_BYTES] * num_parameters, on_cpu=on_cpu) if optimizer in counted else 0
+    counted = ("adamw", "adafactor") if device.type == "cpu" else ("adamw",)
+    return allocated_bytes([NUMBER_BYTES] * num_parameters, device) if optimizer in counted else 0
 
 
-def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, num_ranks: int = 1) -> int:
+def update_bytes(optimizer: str, parameters: Iterable[Tensor], device: torch.device, *, num_ranks: int = 1) -> int:
     """The most bytes that the optimizer's update takes besides its state, on the first rank of ``num_ranks`` in shards.
 
     The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
     before is still there. 8-bit AdamW takes five copies of a parameter on a CPU, and is one kernel on an accelerator.
     Muon goes by parameter, AdamW with stochastic rounding by slice.
     """
-    trained, numbers_bytes = list(parameters), allocated_bytes([NUMBER_BYTES] * NUMBERS, on_cpu=on_cpu)
+    trained, numbers_bytes = list(parameters), allocated_bytes([NUMBER_BYTES] * NUMBERS, device)
     if optimizer == "muon":
-        sizes = (_muon_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        sizes = (_muon_bytes(parameter, device, num_ranks) for parameter in trained)
         return numbers_bytes + max(sizes, default=0)
     if optimizer == "adamw_bf16":
-        sizes = (slice_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        sizes = (slice_bytes(parameter, device, num_ranks) for parameter in trained)
         return numbers_bytes + max(sizes, default=0)
-    if optimizer == "adamw_8bit" and on_cpu:
+    if optimizer == "adamw_8bit" and device.type == "cpu":
         return numbers_bytes + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
     if optimizer != "adafactor":
         return numbers_bytes
@@ -366,7 +352,7 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, 
     return numbers_bytes + max(matrices, default=0) + max(vectors, default=0)
 
 
-def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
+def _muon_bytes(matrix: Tensor, device: torch.device, num_ranks: int) -> int:
     """In bfloat16 what is orthogonalised, two iterates and two square matrices; or the update and the stepped weight.
 
     On a CPU the update is cast to be added, and oneDNN takes ``_packed_bytes`` where it multiplies bfloat16. torch
@@ -375,10 +361,10 @@ def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
     """
     numel, iterate, square = part_numel(matrix, num_ranks), 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
     part, scratch = numel * matrix.element_size(), 0
-    if on_cpu:
+    if device.type == "cpu":
         scratch = _packed_bytes(matrix) if onednn_multiplies_bfloat16() else TRANSPOSING
     collecting = iterate + part + (2 + 2) * numel if num_ranks > 1 else 0
-    stepping = iterate + part + (part if on_cpu and matrix.dtype != torch.bfloat16 else 0)
+    stepping = iterate + part + (part if device.type == "cpu" and matrix.dtype != torch.bfloat16 else 0)
     return max(collecting, stepping, 3 * iterate + 2 * square + scratch)
 
 
@@ -408,20 +394,21 @@ def _means_bytes(parameter: Tensor) -> int:
     return parameter.element_size() * (numel // rows + numel // columns + numel // (rows * columns))
 
 
-def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
+def clipping_bytes(parameters: Iterable[Tensor], device: torch.device) -> int:
     """The norm of every gradient, and all of them once more in one tensor; on an accelerator also partial sums."""
     trained = list(parameters)
     norms = [parameter.element_size() for parameter in trained]
-    sums = 0 if on_cpu else len(trained) * ceil(max((one.numel() for one in trained), default=0) / NORM_CHUNK)
+    largest = 0 if device.type == "cpu" else max((one.numel() for one in trained), default=0)
+    sums = len(trained) * ceil(largest / NORM_CHUNK)
     sizes = [*norms, sum(norms), NUMBER_BYTES * sums, *[NUMBER_BYTES] * NUMBERS]
-    return allocated_bytes(sizes, on_cpu=on_cpu)
+    return allocated_bytes(sizes, device)
 
 
-def losses_bytes(layout: BatchLayout, logging_steps: int, *, on_cpu: bool) -> int:
+def losses_bytes(layout: BatchLayout, logging_steps: int, device: torch.device) -> int:
     """Loss and norm of every step that nobody has read, and the numbers that make a loss: each a tensor."""
     parts = layout.accumulation_steps if layout.is_bitwise else 0
     of_a_step = parts + NUMBERS_OF_A_LOSS * layout.accumulation_steps // layout.forwards_per_step
-    return allocated_bytes([NUMBER_BYTES] * (of_a_step + 2 * logging_steps), on_cpu=on_cpu)
+    return allocated_bytes([NUMBER_BYTES] * (of_a_step + 2 * logging_steps), device)
 
 
 def num_rows(parameter: Tensor) -> int:
@@ -429,17 +416,16 @@ def num_rows(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.ndim else 1
 
 
-def slice_rows(parameter: Tensor, *, on_cpu: bool | None = None) -> int:
+def slice_rows(parameter: Tensor, device: torch.device) -> int:
     """Of a slice: entries of the first dimension, at least one."""
-    on_cpu = parameter.device.type == "cpu" if on_cpu is None else on_cpu
-    numel = SLICE_NUMEL if on_cpu else SLICE_NUMEL_ON_ACCELERATORS
+    numel = SLICE_NUMEL if device.type == "cpu" else SLICE_NUMEL_ON_ACCELERATORS
     return max(1, numel * num_rows(parameter) // max(1, parameter.numel()))
 
 
-def slice_bytes(parameter: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
+def slice_bytes(parameter: Tensor, device: torch.device, num_ranks: int = 1) -> int:
     """The temporaries of an update of ``parameter``, in shards over ``num_ranks``, by ``StochasticAdamW``."""
     length = max(1, num_rows(parameter))
-    rows = min(length, slice_rows(parameter, on_cpu=on_cpu))
+    rows = min(length, slice_rows(parameter, device))
     row = parameter.numel() // length
     return row * (BYTES_OF_A_NUMBER * min(rows, -(-length // num_ranks)) + RANDOM_BYTES * rows)
 
@@ -507,7 +493,7 @@ def _visiting_bytes(optimizer: Optimizer) -> int:
     if not is_on_host(optimizer):
         return 0
     sizes = {
-        parameter: allocated_bytes((tensor.nbytes for tensor in tensors if waits(tensor)), on_cpu=False)
+        parameter: allocated_bytes((tensor.nbytes for tensor in tensors if waits(tensor)), CUDA)
         for parameter, tensors in _state_after_a_step(optimizer).items()
     }
     pieces = [piece for group in optimizer.param_groups for piece in pieces_of(group["params"])]
@@ -569,5 +555,5 @@ def _state_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
 
 def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
     """Add up those of ``tensors`` that are on a device: an accelerator has none of the host's."""
-    on_cpu = device.type == "cpu"
-    return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)
+    there = (tensor.nbytes for tensor in tensors if device.type == "cpu" or not tensor.is_cpu)
+    return allocated_bytes(there, device)

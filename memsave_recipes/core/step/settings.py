@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, replace
 from typing import Any, ClassVar, Final, Literal, Self
 
+import torch
 from torch import nn
 
 from memsave_recipes.core.activations import plan_blocks
@@ -169,9 +170,13 @@ class OptimizerSettings:
             return NONE
         return ALL if self.offload_optimizer == "step" else FROZEN
 
-    def steps_on_host(self, device_type: str) -> bool:
+    def steps_on_host(self, device: torch.device) -> bool:
         """Return whether gradients leave such a device for the host, where the optimizer steps."""
-        return self.offload_optimizer == "step" and device_type != "cpu"
+        return self.offload_optimizer == "step" and device.type != "cpu"
+
+    def waits_on_host(self, device: torch.device) -> bool:
+        """Return whether state leaves such a device for the host until it is stepped."""
+        return self.offload_optimizer == "state" and device.type != "cpu"
 
     @property
     def rounds_at_random(self) -> bool:

@@ -214,7 +214,7 @@ def test_what_stays_on_the_device():
     streamed(model)
     assert {*map(id, streamed_parameters(model))} == {*map(id, frozen)}
     assert sum(of_layers) == sum(parameter.nbytes for parameter in frozen)
-    assert ahead_bytes(model, on_cpu=True) == max(of_layers)
+    assert ahead_bytes(model, CPU) == max(of_layers)
     others = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - sum(of_layers)
     assert sum(tensor.nbytes for tensor in resident_tensors(model)) == others
     assert host_bytes(model) >= sum(of_layers)
@@ -223,11 +223,11 @@ def test_what_stays_on_the_device():
 def test_a_plan_on_top_changes_nothing_of_that():
     model = adapted("llama")
     streamed(model)
-    resident, ahead = resident_tensors(model), ahead_bytes(model, on_cpu=True)
+    resident, ahead = resident_tensors(model), ahead_bytes(model, CPU)
     for plan in STRATEGIES:
         with apply_plan(model, plan_blocks(model, plan)):
             assert list(map(id, resident_tensors(model))) == list(map(id, resident))
-            assert ahead_bytes(model, on_cpu=True) == ahead > 0
+            assert ahead_bytes(model, CPU) == ahead > 0
             assert stream_of(model) is not None
 
 

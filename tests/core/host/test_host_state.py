@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host import state as host_state
 from memsave_recipes.core.host.state import StateOnHost, is_on_host, keep_state_on_host, move_state
+from memsave_recipes.core.plans.chain import CPU, CUDA
 from memsave_recipes.core.step.memory import optimizer_memory
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer
@@ -214,7 +215,7 @@ def test_what_stays_visits_and_is_pinned_by_hand(case):
     flags, num_ranks, stays, visits, awaited, pinned = BY_HAND[case]
     optim = OptimizerArguments(**{"offload_optimizer": "state", "weight_decay": 0.0, **flags})
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32, bias=False))
-    found = optimizer_memory(optim, model, num_ranks=num_ranks, on_cpu=False)
+    found = optimizer_memory(optim, model, CUDA, num_ranks=num_ranks)
     assert (found.state_bytes, found.host_bytes, found.awaited_bytes) == (stays, pinned, awaited)
     numbers = 16 * 512
     assert found.optimizer_bytes == visits + numbers
@@ -234,12 +235,12 @@ def test_what_stays_visits_and_is_pinned_by_hand(case):
 )
 def test_what_an_update_on_the_host_reads_and_writes(flags, dtype, num_bytes):
     optim, model = OptimizerArguments(offload_optimizer="step", **flags), nn.Linear(64, 128, bias=False, dtype=dtype)
-    assert optimizer_memory(optim, model, on_cpu=False).updated_bytes == 64 * 128 * num_bytes
-    assert optimizer_memory(optim, model, num_ranks=2, on_cpu=False).updated_bytes == 64 * 64 * num_bytes
+    assert optimizer_memory(optim, model, CUDA).updated_bytes == 64 * 128 * num_bytes
+    assert optimizer_memory(optim, model, CUDA, num_ranks=2).updated_bytes == 64 * 64 * num_bytes
 
 
 def test_on_a_cpu_all_state_stays():
     optim, model = OptimizerArguments(offload_optimizer="state"), nn.Linear(64, 128)
-    known = optimizer_memory(OptimizerArguments(), model, on_cpu=True)
-    assert optimizer_memory(optim, model, on_cpu=True) == known
+    known = optimizer_memory(OptimizerArguments(), model, CPU)
+    assert optimizer_memory(optim, model, CPU) == known
     assert known.state_bytes == 8 * (64 * 128 + 128) + 2 * 4

@@ -27,6 +27,7 @@ from memsave_recipes.core.costs.trace_events import DeviceInstruments
 from memsave_recipes.core.host import state as host_state
 from memsave_recipes.core.planner.budget import Forecast, static_memory_of
 from memsave_recipes.core.plans import plan_for
+from memsave_recipes.core.plans.chain import CPU
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.step.memory import update_bytes
 from memsave_recipes.models.causal_lm import CausalLMLoss
@@ -218,7 +219,7 @@ def test_a_step_on_the_host_takes_no_more_than_predicted(pinned, name, optimizer
     peak = peak_of_training(optimizer, optim, workload, plan, accumulation_steps) - before
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    update = update_bytes(optim.optimizer, masters, on_cpu=True)
+    update = update_bytes(optim.optimizer, masters, CPU)
     assert static.host_bytes == sum(pinned) + sum(tensor.nbytes for tensor in state) + update
     assert peak <= predicted <= (1 + WITHIN) * peak
 

@@ -172,7 +172,7 @@ def predicted(shape):
     model, plan, chain, _ = _costs(shape)
     groups, static = shape.groups, static_memory(shape, model)
     shards = Shards(
-        units=sharded_units(model, plan, groups.size, shape.flag, on_cpu=True, with_masters=shape.optim.has_masters),
+        units=sharded_units(model, plan, groups.size, shape.flag, CPU, with_masters=shape.optim.has_masters),
         num_ranks=groups.size,
         num_replicas=groups.num_replicas,
         accumulates=shape.num_micro_batches > 1,

@@ -7,6 +7,7 @@ from torch import nn
 
 from memsave_recipes.core.activations import find_stacks, plan_blocks
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans.chain import CPU, CUDA
 from memsave_recipes.core.sharding import ShardGroups, shard
 from memsave_recipes.core.sharding.units import joint_blocks, sharded_units, units_of
 
@@ -42,7 +43,7 @@ def test_layers_that_recompute_together_are_one_unit():
 def test_a_device_gives_each_gathered_weight_whole_blocks():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))  # 5 rows are 3 each of 2 ranks
     (first, second), (on_cpu, _) = (
-        sharded_units(model, plan_blocks(model, "none"), 2, "full", on_cpu=on_cpu) for on_cpu in (False, True)
+        sharded_units(model, plan_blocks(model, "none"), 2, "full", device) for device in (CUDA, CPU)
     )
     assert (first.gathered_bytes, first.rounding_bytes) == (4 * (6 * 3 + 6), 2 * 512 - 96)
     assert (second.gathered_bytes, second.rounding_bytes) == (4 * (4 * 5 + 4), 2 * 512 - 96)
