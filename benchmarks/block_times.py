@@ -109,7 +109,7 @@ class Trained:
     def measured(self) -> Measurement:
         """Its blocks, measured anew."""
         workload = self.workload
-        return measure(workload, plans_to_measure("budget:bitwise", workload, device_type=workload.device.type))
+        return measure(workload, plans_to_measure("budget:bitwise", workload))
 
     def seconds_of(self, plan: Plan) -> float:
         """A forward and backward under ``plan``."""

@@ -58,14 +58,14 @@ def price(real: Real, layout: BatchLayout) -> Measurement:
         device=real.accelerator.device,
         stacks=block_names(find_stacks(real.model)),
     )
-    return measure(workload, plans_to_measure("budget:bitwise", workload, device_type=workload.device.type))
+    return measure(workload, plans_to_measure("budget:bitwise", workload))
 
 
 def choices(
     real: Real, measured: dict[int, Measurement], layouts: Sequence[BatchLayout], num_budgets: int
 ) -> list[Choice]:
     """What is chosen at each budget, from just above the least that works to what the largest plain step needs."""
-    static = partial(static_memory_of, real.task.optim, real.model, device_type=real.accelerator.device.type)
+    static = partial(static_memory_of, real.task.optim, real.model, device=real.accelerator.device)
     space = partial(SearchSpace, strategy="budget:bitwise", static=static, plan_of=partial(plan_blocks, real.model))
     least = min(
         forecast.peak.total_bytes + forecast.reserve_bytes

@@ -346,7 +346,7 @@ def add_to_page(model: known_models.KnownModel, word: str, by_card: list[list[An
 def describe(word: str) -> dict[str, Any]:
     """A card as the page shows it."""
     target = find_target(word)
-    budget_bytes = int(fit.to_gib(fit.usable_bytes(target.memory_bytes, target.device_type)) * GIB)
+    budget_bytes = int(fit.to_gib(fit.usable_bytes(target.memory_bytes, target.device)) * GIB)
     return {
         "word": word,
         "name": target.name,

@@ -166,10 +166,12 @@ def main() -> None:
     with console.capture() as page:
         console.print(*tables)
     print(page.get())
+    target_record = asdict(target)
+    target_record["device_type"] = target_record.pop("device").type
     record = {
         "benchmark": "paper_models",
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "target": asdict(target),
+        "target": target_record,
         "published_gib": PUBLISHED_GIB,
         "predictions": [asdict(found) for found in predictions],
     }

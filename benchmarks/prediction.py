@@ -97,9 +97,9 @@ def predict(case: Case, device: str) -> tuple[Plan, int, int]:
     workload = fake_workload(task, launch, model, layout, task.losses[0])
     of_all = "budget" if case.compiled else "budget:bitwise"
     measured_as = of_all if case.strategy in ("budget", "random") else case.strategy
-    plans = plans_to_measure(measured_as, workload, device_type=device, compiled=case.compiled)
+    plans = plans_to_measure(measured_as, workload, compiled=case.compiled)
     measured = Estimator(model, launch.target, AUTOCAST_DTYPES[case.precision]).estimate(workload, plans)
-    static = static_memory_of(task.optim, model, layout, device_type=device)
+    static = static_memory_of(task.optim, model, layout, device=launch.target.device)
     rng = random.Random(case.draw)
     if case.strategy == "budget":
         least = least_memory(measured, static)

@@ -20,6 +20,7 @@ from memsave_recipes.core.costs.breakdown import break_down_peak
 from memsave_recipes.core.costs.trace_events import DeviceInstruments
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import FRAGMENTATION, plans_to_measure
+from memsave_recipes.core.plans.chain import CUDA
 from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.run.run_plan import budget_of
 from memsave_recipes.training.launch.start import synchronize_batchnorm
@@ -75,10 +76,13 @@ def test_what_is_refused_on_an_apple_gpu():
 
 
 def test_no_plan_offloads_on_an_apple_gpu():
-    workload = workload_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lambda model, x: model(x), torch.ones(2, 4))
-    of_types = {name: plans_to_measure("budget", workload, device_type=name) for name in ("mps", "cuda")}
-    moved = {name: any(offloads(plan.strategy) for plan in plans) for name, plans in of_types.items()}
-    assert moved == {"mps": False, "cuda": True}
+    model, values = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+
+    def moves(device):
+        workload = workload_of(model, lambda model, x: model(x), values, device=device)
+        return any(offloads(plan.strategy) for plan in plans_to_measure("budget", workload))
+
+    assert (moves(MPS), moves(CUDA)) == (False, True)
 
 
 def test_the_budget_of_an_apple_gpu_is_what_metal_recommends(monkeypatch):

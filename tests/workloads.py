@@ -7,18 +7,17 @@ from memsave_recipes.core.activations import apply_plan, block_names, find_stack
 from memsave_recipes.core.costs.block_costs import Workload
 from memsave_recipes.core.costs.estimate import Estimator
 from memsave_recipes.core.costs.trace_events import DeviceInstruments
+from memsave_recipes.core.plans.chain import CPU
 
-CPU = torch.device("cpu")
 
-
-def workload_of(model, loss_of, batch, stacks=None):
+def workload_of(model, loss_of, batch, stacks=None, device=CPU):
     """``loss_of(model, batch)`` on a tensor, or on a dictionary of which some entries are tensors."""
     entries = batch.values() if isinstance(batch, dict) else [batch]
     return Workload(
         model=model,
         forward=lambda: loss_of(model, batch),
         batch=[entry for entry in entries if isinstance(entry, torch.Tensor)],
-        device=CPU,
+        device=device,
         stacks=stacks or block_names(find_stacks(model)),
     )
 

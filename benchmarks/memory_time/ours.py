@@ -53,8 +53,8 @@ def _measure(work: Work, loss: LossKind, *, compiled: bool) -> Measurement:
         device=work.device,
         stacks=block_names(find_stacks(model)),
     )
-    strategy, device_type = "budget" if compiled else "budget:bitwise", workload.device.type
-    return measure(workload, plans_to_measure(strategy, workload, device_type=device_type, compiled=compiled))
+    strategy = "budget" if compiled else "budget:bitwise"
+    return measure(workload, plans_to_measure(strategy, workload, compiled=compiled))
 
 
 def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> dict[Plan, int]:

@@ -43,7 +43,7 @@ from memsave_recipes.core.planner.task import (
 )
 from memsave_recipes.core.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.core.plans import Plan
-from memsave_recipes.core.plans.chain import StaticMemory
+from memsave_recipes.core.plans.chain import CUDA, StaticMemory
 from memsave_recipes.core.plans.plan import offloads
 from memsave_recipes.core.progress import ProgressBar
 from memsave_recipes.core.sharding.groups import NONE, ShardGroups
@@ -103,7 +103,7 @@ def _named(task: Task, step: StepOnDevice, host: Host) -> RunPlan:
         if line is not None:
             accelerator.print(line)
     plan = task.run.named_plan(step.model, step.running_blocks)
-    if task.run.compiles_on(accelerator.device.type):
+    if task.run.compiles_on(accelerator.device):
         plan = plan.on_compiled_layers()
     size = task.run.micro_batch_of_blocks(step.batches.layout)
     plan = plan if size is None else plan.in_micro_batches(size)
@@ -146,7 +146,7 @@ def _static_memory(task: Task, model: nn.Module, layout: BatchLayout) -> StaticM
     """Return that of a rank on an accelerator."""
     groups = ShardGroups.of(task.run.shard, layout.num_processes)
     num_shards = None if groups is None else groups.size
-    return static_memory_of(task.optim, model, layout, num_shards=num_shards, device_type="cuda")
+    return static_memory_of(task.optim, model, layout, num_shards=num_shards, device=CUDA)
 
 
 def _line_of(use: HostUse) -> tuple[str, int]:
@@ -180,7 +180,7 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
     if device.type == "cpu":
         raise InputError(f"--micro_batch_size auto needs {BUDGET_FLAG} on a CPU: the GiB that a step may take")
     use = read_device_use(device)
-    return usable_bytes(use.total_bytes - use.others_bytes, device.type)
+    return usable_bytes(use.total_bytes - use.others_bytes, device)
 
 
 def predicted_host_memory(task: Task, here: Callable[[], Launch], host: Host = UNKNOWN_HOST) -> tuple[str, int]:
@@ -336,7 +336,7 @@ class _Measured(_Planning):
     def _measured_host(self) -> Host:
         """Return the host with the rates of the optimizer's copies and updates there, where there are any."""
         device, layout = self.accelerator.device, self.step.batches.layout
-        static = static_memory_of(self.task.optim, self.step.model, layout, device_type=device.type)
+        static = static_memory_of(self.task.optim, self.step.model, layout, device=device)
         copies = on_main_process(self.accelerator, partial(host_rate, device)) if static.awaited_bytes else inf
         updates = on_main_process(self.accelerator, host_memory_rate) if static.updated_bytes else inf
         return replace(self.host, bytes_per_s=copies, memory_bytes_per_s=updates)
@@ -351,8 +351,8 @@ class _Measured(_Planning):
         )
         ranks = self.accelerator.num_processes
         model, optim = self.step.model, self.task.optim
-        compiled = run.compiles_on(device.type)
-        return search_space(run, optim, model, room, num_processes=ranks, device_type=device.type, compiled=compiled)
+        compiled = run.compiles_on(device)
+        return search_space(run, optim, model, room, num_processes=ranks, device=device, compiled=compiled)
 
     def _search(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:
         with ProgressBar(shown=self.accelerator.is_main_process, desc="measuring blocks", unit="run") as progress:

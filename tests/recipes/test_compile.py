@@ -8,6 +8,7 @@ from lives import FLAGS, assert_the_same_weights, curve, scratch, with_context
 from torch._dynamo.utils import counters
 
 from memsave_recipes.core.planner.task import Task
+from memsave_recipes.core.plans.chain import CUDA
 from memsave_recipes.run import building
 from memsave_recipes.run.building import Built
 from memsave_recipes.training.arguments import RecipeArguments
@@ -110,6 +111,6 @@ def test_auto_compiles_on_a_gpu_where_layers_repeat_for_long(device, repeats, nu
 
 
 def test_the_planner_knows_which_runs_are_too_short_to_compile():
-    compiles = [RecipeArguments(output_dir="run", max_steps=steps).compiles_on("cuda") for steps in (99, 100, None)]
+    compiles = [RecipeArguments(output_dir="run", max_steps=steps).compiles_on(CUDA) for steps in (99, 100, None)]
     assert compiles == [False, True, True]
-    assert RecipeArguments(output_dir="run", max_steps=1, compile="regions").compiles_on("cuda")
+    assert RecipeArguments(output_dir="run", max_steps=1, compile="regions").compiles_on(CUDA)

@@ -97,7 +97,7 @@ def plan_of(architecture: Model, strategy: str) -> Plan:
         device=torch.device("cpu"),
         stacks=stacks,
     )
-    plans = plans_to_measure(strategy, workload, device_type="cpu")
+    plans = plans_to_measure(strategy, workload)
     measurement = measure(workload, plans, instruments=DeviceInstruments(workload.device, repetitions=1))
     least = least_memory(measurement, NO_STATE)
     saved_bytes = max(0, least.baseline_peak_bytes - least.peak.total_bytes)

@@ -327,7 +327,7 @@ class CompilerOfTarget:
 
     @contextmanager
     def _as_torch_compiles(self) -> Iterator[None]:
-        on_cpu = self.target.device_type == "cpu"
+        on_cpu = self.target.device.type == "cpu"
         compile_graphs = compile_fx.compile_fx
 
         def compiled(*args: Any, **kwargs: Any) -> Any:

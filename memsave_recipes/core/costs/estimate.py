@@ -119,7 +119,7 @@ class Estimator:
         self.target = target
         self.bytes_per_s_between = bytes_per_s_between
         self.autocast_dtype = autocast_dtype
-        workspace_of = Workspaces().of if target.device_type == "cpu" else cuda_workspace
+        workspace_of = Workspaces().of if target.device.type == "cpu" else cuda_workspace
         self._instruments = FakeInstruments(target.device, seconds_of=target.seconds, workspace_of=workspace_of)
         self._kinds = cache(partial(kinds_of, model))
         from memsave_recipes.core.costs.compiled_layers import CompilerOfTarget  # loads torch's compiler
@@ -130,7 +130,7 @@ class Estimator:
         """Run once under each plan, which gives its bytes and its seconds at once.
 
         Args:
-            workload: with a batch from ``fake_batch``, ``device`` the CPU, and no autocast of its own.
+            workload: with a batch from ``fake_batch``, and no autocast of its own.
 
         Raises:
             InputError: the model decides by values; and as ``measure`` raises it.
@@ -146,7 +146,7 @@ class Estimator:
 
     def model_flops(self, workload: Workload) -> Mapping[str, int]:
         """Count what ``ModelFlops`` counts of a forward and backward without a plan; as ``estimate``."""
-        counted = ModelFlops(for_cuda=self.target.device_type == "cuda")
+        counted = ModelFlops(for_cuda=self.target.device.type == "cuda")
 
         def step(_: Meter) -> None:
             with counted:
@@ -180,7 +180,7 @@ class Estimator:
     @contextmanager
     def _simulating(self, model: nn.Module, clock: SimulatedClock) -> Iterator[None]:
         """Put the target's kernels, copies and exchanges in place of this CPU's."""
-        check = check_compiler if self.target.device_type == "cpu" else lambda model: None
+        check = check_compiler if self.target.device.type == "cpu" else lambda model: None
         if (stream := stream_of(model)) is not None:
             stream.copies = SimulatedStream(clock, self.target.host_bytes_per_s)
         with (
@@ -216,7 +216,7 @@ def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstrum
 @contextmanager
 def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None]:
     """Simulate copies of blocks under ``OFFLOAD`` to the host of a CUDA target; on a CPU they keep everything."""
-    if target.device_type == "cpu":
+    if target.device.type == "cpu":
         yield
         return
     before = RUN[Action.OFFLOAD]
@@ -328,7 +328,7 @@ FLOAT32_RESULT_UNDER_AUTOCAST = frozenset({"prod", "softmax", "log_softmax", "cu
 @contextmanager
 def cuda_kernels(target: Target) -> Iterator[None]:
     """Let the fake tensors of the CPU go through the kernels of a CUDA target; nothing changes for a CPU."""
-    if target.device_type == "cpu":
+    if target.device.type == "cpu":
         yield
     else:
         with _CudaKernels(target), nullcontext() if target.has_flash_attention else without_flash():

@@ -19,6 +19,7 @@ import torch
 from memsave_recipes.core.costs.memory import read_device_use
 from memsave_recipes.core.costs.throughput import CARDS, CONVOLUTIONS, PEAK_TFLOPS, TABLES
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans.chain import CPU, CUDA
 from memsave_recipes.core.text import GIB, MIB
 
 MAX_MEMORY_GIB = 100_000
@@ -121,6 +122,7 @@ class Target:
     Args:
         word: as ``--target`` names it.
         name: as ``torch.cuda.get_device_name`` calls it.
+        device: of its type; nothing can be put on it.
         flops_per_s: by precision, as ``peak_flops`` names them; one that is missing is not in the vendor's tables.
         bytes_per_s: of its memory.
         host_bytes_per_s: between it and the host's memory, one way.
@@ -136,7 +138,7 @@ class Target:
 
     word: str
     name: str
-    device_type: str
+    device: torch.device
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
     host_bytes_per_s: float
@@ -153,15 +155,10 @@ class Target:
     @property
     def calibrated(self) -> "Target":
         """The same with the rates that kernels reach; of a CPU, whose rates are measured, itself."""
-        if self.device_type == "cpu":
+        if self.device.type == "cpu":
             return self
         shares = CALIBRATED.get(self.word) or next(iter(CALIBRATED.values()))
         return replace(self, bytes_per_s=shares.memory * self.bytes_per_s, kernel_s=shares.kernel_s, shares=shares)
-
-    @property
-    def device(self) -> torch.device:
-        """A device of its type; nothing can be put on it."""
-        return torch.device(self.device_type)
 
     @property
     def half(self) -> str:
@@ -279,7 +276,7 @@ def _from_card(word: str) -> Target:
     return Target(
         word=word,
         name=card.name,
-        device_type="cuda",
+        device=CUDA,
         flops_per_s=flops,
         bytes_per_s=card.memory_gb_per_s * 1e9,
         host_bytes_per_s=card.host_gb_per_s * 1e9,
@@ -312,7 +309,7 @@ def _this_cpu() -> Target:
     return Target(
         word="cpu",
         name="this CPU",
-        device_type="cpu",
+        device=CPU,
         flops_per_s={str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in CPU_DTYPES},
         bytes_per_s=2 * COPIED_BYTES / _shortest_s(lambda: target.copy_(source)),
         host_bytes_per_s=inf,

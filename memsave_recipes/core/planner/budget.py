@@ -27,7 +27,7 @@ from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host, Target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host import step as host_step
 from memsave_recipes.core.plans import BUDGET_WORDS, Plan, plan_for
-from memsave_recipes.core.plans.chain import Chain, StaticMemory, allocated_bytes
+from memsave_recipes.core.plans.chain import CPU, Chain, StaticMemory, allocated_bytes
 from memsave_recipes.core.plans.plan import (
     MLP_TILE_TOKENS,
     OFFLOADING_STRATEGIES,
@@ -80,9 +80,9 @@ def static_memory_of(
     *,
     num_shards: int | None = None,
     logging_steps: int = 1,
-    device_type: str = "cpu",
+    device: torch.device = CPU,
 ) -> StaticMemory:
-    """Compute the static memory of a run on a device of this type, in shards that of the first rank.
+    """Compute the static memory of a run on such a device, in shards that of the first rank.
 
     Under DDP gradients live in its buckets from the start; under accumulation those of the micro-batches live on, too.
     In shards each micro-batch is reduced by itself, so gradients of earlier ones are shards (``InShards.reduced_once``
@@ -91,7 +91,6 @@ def static_memory_of(
     Args:
         num_shards: ranks that the weights are cut up over; ``None``: each rank has all of them.
     """
-    device = torch.device(device_type)
     trained: Sequence[Tensor] = as_stepped(optim, trained_parameters(model), device)
     if num_shards is not None:
         trained = largest_shards(trained, num_shards)
@@ -109,7 +108,7 @@ def static_memory_of(
         adding_bytes=0 if on_host_alone else 3 * gradients,
     )
     if num_shards is None:
-        return _with_gradients(static, optim, layout, trained, on_host, device_type)
+        return _with_gradients(static, optim, layout, trained, on_host, device)
     weights = list(model.parameters())
     frozen = largest_shards((one for one in weights if not one.requires_grad), num_shards)
     kept = _allocated_bytes([*trained, *frozen], device)
@@ -131,10 +130,10 @@ def _with_gradients(
     layout: BatchLayout,
     trained: Sequence[Tensor],
     on_host: Sequence[Tensor],
-    device_type: str,
+    device: torch.device,
 ) -> StaticMemory:
     """Add gradients of whole weights, of which those ``on_host`` wait there."""
-    device, accumulates = torch.device(device_type), layout.forwards_per_step > 1
+    accumulates = layout.forwards_per_step > 1
     gradients = _allocated_bytes(trained, device)
     waiting = set(map(id, on_host))
     reduced = _allocated_bytes((one for one in trained if id(one) not in waiting), device)
@@ -165,10 +164,10 @@ def shards_of(
     *,
     num_ranks: int,
     num_replicas: int = 1,
-    device_type: str,
+    device: torch.device,
 ) -> Shards:
     """Make the shards of a step whose gradients are reduced in every micro-batch."""
-    leave = optim.steps_on_host(torch.device(device_type))
+    leave = optim.steps_on_host(device)
     return Shards(
         units=units,
         num_ranks=num_ranks,
@@ -199,9 +198,9 @@ def _with_sums(static: StaticMemory, sums: GradientSums, gradients_bytes: int) -
     )
 
 
-def usable_bytes(memory_bytes: int, device_type: str) -> int:
+def usable_bytes(memory_bytes: int, device: torch.device) -> int:
     """Return the default budget: the device's memory without the ``FRAGMENTATION`` of an accelerator."""
-    return memory_bytes if device_type == "cpu" else int((1 - FRAGMENTATION) * memory_bytes)
+    return memory_bytes if device.type == "cpu" else int((1 - FRAGMENTATION) * memory_bytes)
 
 
 def usable_host_bytes(device: torch.device) -> int | None:
@@ -357,7 +356,6 @@ def plans_to_measure(
     strategy: str,
     workload: Workload,
     *,
-    device_type: str,
     compiled: bool = False,
     ratios: Sequence[float] = COMPILED_RATIOS,
     micro_batch_size: int | None = None,
@@ -365,7 +363,6 @@ def plans_to_measure(
     """Return the plans to measure for a strategy; the first is the baseline.
 
     Args:
-        device_type: of the step; those of ``HOST_MEMORY`` have no host to offload to.
         compiled: whether layers compute compiled.
         ratios: of what compiled blocks save, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
@@ -375,7 +372,7 @@ def plans_to_measure(
     blocks = [modules.get(name) for names in workload.stacks for name in names]
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
-        to_host = device_type not in HOST_MEMORY
+        to_host = workload.device.type not in HOST_MEMORY
         strategies += [*([] if compiled else ["selective"]), *(OFFLOADING_STRATEGIES if to_host else ())]
         if compiled and strategy == "budget":
             strategies += [f"compiled:{ratio}" for ratio in ratios]

@@ -186,7 +186,7 @@ def _predicted(
     names = {name for stack in workload.stacks for name in stack}
     if plan.micro_batch_size is not None or not set(plan.blocks) <= names:
         return None
-    plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type, compiled=plan.compiled)
+    plans = plans_to_measure(plan.strategy, workload, compiled=plan.compiled)
     measured = _measured(workload, plans, progress, ranks)
     found = Forecast(plan=plan, chain=static.added_to(measured.chain_under(plan)))
     return found.prediction if plan.blocks == found.chain.decided_names else None
@@ -217,7 +217,7 @@ def _planned(
 
     @cache
     def measured(ratios: tuple[float, ...]) -> Measurement:
-        plans = plans_to_measure(strategy, workload, device_type=device.type, compiled=compiled, ratios=ratios)
+        plans = plans_to_measure(strategy, workload, compiled=compiled, ratios=ratios)
         return _measured(workload, plans, progress, ranks)
 
     for _ in range(MAX_TRIALS):

@@ -230,7 +230,6 @@ class SearchSpace(Room):
 
     Args:
         strategy: with ``budget`` all plans are candidates, else only this one.
-        device_type: of the ranks.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
         compiled: whether layers compute compiled.
@@ -243,7 +242,6 @@ class SearchSpace(Room):
     """
 
     strategy: str
-    device_type: str
     static: Callable[[BatchLayout], StaticMemory]
     plan_of: Callable[[str, Mapping[str, bool]], Plan]
     plan: Plan | None = None
@@ -259,7 +257,6 @@ class SearchSpace(Room):
         return plans_to_measure(
             self.strategy,
             workload,
-            device_type=self.device_type,
             compiled=self.compiled,
             ratios=self.compiled_ratios,
             micro_batch_size=self.micro_batch_size,
@@ -387,7 +384,7 @@ def search_space(
     room: Room,
     *,
     num_processes: int,
-    device_type: str,
+    device: torch.device,
     compiled: bool = False,
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
@@ -399,7 +396,6 @@ def search_space(
         groups: of ranks that hold the model in shards; ``None``: each rank has all of it.
         bytes_per_s: that a rank sends to others.
     """
-    device = torch.device(device_type)
     with_masters = keeps_masters(optim, device)
 
     def in_shards(groups: ShardGroups, layout: BatchLayout) -> InShards:
@@ -411,16 +407,15 @@ def search_space(
                 layout,
                 num_ranks=groups.size,
                 num_replicas=groups.num_replicas,
-                device_type=device_type,
+                device=device,
             )
 
         return InShards(of_plan=of_plan, bytes_per_s=bytes_per_s)
 
-    static = partial(static_memory_of, optim, model, logging_steps=run.logging_steps, device_type=device_type)
+    static = partial(static_memory_of, optim, model, logging_steps=run.logging_steps, device=device)
     return SearchSpace(
         **room.room,
         strategy=run.activation_checkpointing or "none",
-        device_type=device_type,
         static=cache(static if groups is None else partial(static, num_shards=groups.size)),
         plan_of=partial(plan_blocks, model),
         compiled=compiled,

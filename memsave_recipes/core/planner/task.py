@@ -81,9 +81,9 @@ class Task:
     losses_on_accelerators: tuple[str | None, ...] = ()
     assumed: tuple[str, ...] = ()
 
-    def losses_on(self, device_type: str) -> tuple[str | None, ...]:
-        """Return the values of ``--loss`` to compare on devices of this type."""
-        several = len(self.losses) > 1 and device_type != "cpu"
+    def losses_on(self, device: torch.device) -> tuple[str | None, ...]:
+        """Return the values of ``--loss`` to compare on such devices."""
+        several = len(self.losses) > 1 and device.type != "cpu"
         return (several and self.losses_on_accelerators) or self.losses
 
     def planned_model(self) -> nn.Module:
@@ -144,7 +144,7 @@ def fake_planned_model(task: Task, target: Target) -> nn.Module:
         InputError: no weights of its layers can be streamed, where they are to be.
     """
     model = fake_model(task.planned_model)
-    if task.optim.streamed != NONE and target.device_type != "cpu":
+    if task.optim.streamed != NONE and target.device.type != "cpu":
         stream_on_target(model, trained=task.optim.streamed == ALL)
     for weight in trained_parameters(model) if not task.run.in_shards else ():
         if has_master(task.optim, weight, target.device):
@@ -242,7 +242,7 @@ def estimate(
     if budget_gib is not None and not 0 < budget_gib < inf:
         raise InputError(f"budget_gib {budget_gib}: it must be above 0")
     named = task.run.budget_bytes if budget_gib is None else int(budget_gib * GIB)
-    usable = usable_bytes(launch.target.memory_bytes, launch.target.device_type)
+    usable = usable_bytes(launch.target.memory_bytes, launch.target.device)
     return choose_for_target(task, launch, usable if named is None else named)
 
 
@@ -269,7 +269,7 @@ def choose_for_target(
     """
     estimates = Estimates(task, launch)
     space = replace(space_of(task, launch, estimates.model, budget_bytes), plan=plan)
-    layouts, losses = layouts_of(task, launch.num_processes), task.losses_on(launch.target.device_type)
+    layouts, losses = layouts_of(task, launch.num_processes), task.losses_on(launch.target.device)
 
     without_ratios = space if space.plan is not None else replace(space, compiled_ratios=())
 
@@ -289,7 +289,7 @@ def choose_for_target(
     with ExitStack() as processes:
         of_losses = {loss: estimated(loss) for loss in losses}
         # Candidates in shards cannot be sent; workspaces on a CPU depend on its threads, of which a fork has one.
-        if in_processes and space.in_shards is None and launch.target.device_type != "cpu":
+        if in_processes and space.in_shards is None and launch.target.device.type != "cpu":
             for loss in losses[1:]:
                 of_losses[loss] = processes.enter_context(ahead(of_losses[loss], all_at_once=True))
 
@@ -323,8 +323,8 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
         model,
         room,
         num_processes=launch.num_processes,
-        device_type=target.device_type,
-        compiled=task.run.compiles_on(target.device_type) and has_layers_to_compile(model),
+        device=target.device,
+        compiled=task.run.compiles_on(target.device) and has_layers_to_compile(model),
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )
@@ -374,7 +374,7 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLay
         model=model,
         forward=lambda: task.loss_of(trained, make_batch()),
         batch=tensors_in(make_batch()),
-        device=torch.device("cpu"),
+        device=launch.target.device,
         stacks=block_names(find_stacks(model)),
         host_bytes=host_bytes(model),
         extra_modules=modules_outside_blocks(model) if task.run.in_shards else (),

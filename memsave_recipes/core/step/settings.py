@@ -114,9 +114,9 @@ class StepSettings:
         """Whether there are steps enough for it, under ``auto``, as far as the settings say."""
         return True
 
-    def compiles_on(self, device_type: str) -> bool:
+    def compiles_on(self, device: torch.device) -> bool:
         """Return whether layers compute compiled on such a device."""
-        return self.compile == REGIONS or (self.compile == AUTO and device_type == "cuda" and self.pays_to_compile)
+        return self.compile == REGIONS or (self.compile == AUTO and device.type == "cuda" and self.pays_to_compile)
 
     @property
     def searches(self) -> bool:

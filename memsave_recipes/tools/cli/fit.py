@@ -184,7 +184,7 @@ def _open_page(arguments: argparse.Namespace) -> _Page:
             mixed_precision=arguments.mixed_precision or _fast_precision(target),
             host_budget_bytes=host_budget_of(arguments, target),
         ),
-        budget_gib=to_gib(usable_bytes(target.memory_bytes, target.device_type)),
+        budget_gib=to_gib(usable_bytes(target.memory_bytes, target.device)),
         json_file=arguments.json,
     )
 
@@ -201,7 +201,7 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 
 def _fast_precision(target: Target) -> str:
-    if target.device_type == "cpu":
+    if target.device.type == "cpu":
         return "no"
     return "bf16" if target.half == "bfloat16" else "fp16"
 

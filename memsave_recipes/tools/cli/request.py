@@ -120,7 +120,7 @@ class PlanRequest:
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
             *([NO_TEXTS] if self.has_no_texts else []),
             *other_recipe(self.recipe),
-            *([CPU_SECONDS] if target.device_type == "cpu" else [EXPECTED_SECONDS, no_figure]),
+            *([CPU_SECONDS] if target.device.type == "cpu" else [EXPECTED_SECONDS, no_figure]),
         ]
 
     def remarks_on(self, candidate: Candidate) -> list[str]:
@@ -138,7 +138,7 @@ class PlanRequest:
     def _remarks_on_ranks(self) -> list[str]:
         groups, size = shard_groups(self.task, self.launch), self.task.run.sequence_parallel
         rate = self.launch.bytes_per_s_between / 1e9
-        unnamed = COPIES if self.launch.target.device_type == "cpu" else TO_HOST
+        unnamed = COPIES if self.launch.target.device.type == "cpu" else TO_HOST
         source = unnamed if self.launch.link_bytes_per_s is None else "--interconnect"
         shared = [EXCHANGES.format(size=size, rate=rate, source=source)] if size > 1 else []
         in_shards = [] if groups is None else [groups.describe(), IN_SHARDS, TRAFFIC.format(rate=rate, source=source)]
@@ -158,7 +158,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     flags = underscored(arguments.flags)
     named = named_flags(flags)
     target = target_of(arguments.target, arguments.target_memory)
-    usable_gib = to_gib(usable_bytes(target.memory_bytes, target.device_type))
+    usable_gib = to_gib(usable_bytes(target.memory_bytes, target.device))
     gib, count = arguments.memory_budget_gib, arguments.num_processes
     require(gib is None or 0 < gib <= MAX_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
     require(count >= 1, "--num_processes", count, "at least 1")
@@ -192,7 +192,7 @@ def host_budget_of(arguments: argparse.Namespace, target: Target, num_processes:
         return None
     size = f"{arguments.host_memory:g}GiB"
     require(arguments.host_memory > 0, "--host_memory", size, "above 0")
-    if target.device_type == "cpu":
+    if target.device.type == "cpu":
         raise InputError(f"--host_memory {size}: nothing is offloaded from a CPU: leave it out, or name a GPU")
     return int(arguments.host_memory * GIB) // num_processes
 
@@ -210,7 +210,7 @@ def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None
 def choose(request: PlanRequest, **options: Any) -> Choice:
     """Choose with a progress bar; ``options`` are those of ``choose_for_target``."""
     task, launch = request.task, request.launch
-    total = len(layouts_of(task, launch.num_processes)) * len(task.losses_on(launch.target.device_type))
+    total = len(layouts_of(task, launch.num_processes)) * len(task.losses_on(launch.target.device))
     with ProgressBar(desc="planning", total=total, unit="size") as bar:
 
         def on_size(layout: BatchLayout) -> None:
@@ -236,7 +236,7 @@ def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
 
 def check_precision(precision: str | None, target: Target) -> None:
     """Raise ``InputError`` for fp16 on a CPU."""
-    if target.device_type == "cpu" and precision == "fp16":
+    if target.device.type == "cpu" and precision == "fp16":
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no, and not --dtype float16")
 
 
@@ -284,7 +284,7 @@ def _as_bytes(letter: str) -> str:
 def _config_file(request: PlanRequest) -> Path:
     """Return the launch file: next to the folder of the recipe, else in the current folder, else that of ours."""
     several = request.launch.num_processes > 1
-    if request.launch.target.device_type == "cpu":
+    if request.launch.target.device.type == "cpu":
         name = "cpu_ddp.yaml" if several else "cpu.yaml"
     else:
         name = "multi_gpu.yaml" if several else "single_gpu.yaml"

@@ -398,7 +398,7 @@ class Ladder:
     def _obstacles(self) -> set[str]:
         launch, task, planned = self.whole.launch, self.whole.task, self.found.get(PLANNED)
         holds = {
-            CPU: launch.target.device_type == "cpu",
+            CPU: launch.target.device.type == "cpu",
             FP16: launch.mixed_precision == "fp16",
             DIVIDED: self.whole.layouts[-1].accumulation_steps * launch.num_processes > 1,
             NO_ADAPTERS: not (self.takes_adapters and task.takes_adapters),
@@ -464,7 +464,7 @@ def ladder(
 def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterator[Rung]:
     """Yield a rung for each number of devices, up to as many as suffice."""
     launch = whole.launch
-    if launch.target.device_type == "cpu" or launch.mixed_precision == "fp16" or not whole.task.optim.goes_in_shards:
+    if launch.target.device.type == "cpu" or launch.mixed_precision == "fp16" or not whole.task.optim.goes_in_shards:
         return
     task = read(IN_SHARDS)
     estimates = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)

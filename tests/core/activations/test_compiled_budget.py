@@ -233,7 +233,7 @@ def test_measured_peaks_are_below_the_budget_and_rise_with_it(monkeypatch):
     torch.manual_seed(0)
     model, batch = gpt2()
     workload = workload_of(model.train(), lambda model, batch: model(**batch).loss, batch)
-    measured = measure(workload, plans_to_measure("budget", workload, device_type="cpu", compiled=True))
+    measured = measure(workload, plans_to_measure("budget", workload, compiled=True))
     monkeypatch.setattr(trial_step, "measure_in_groups", lambda *_, **__: measured)
     baseline = simulate(measured.chain(), keep_all(measured.chain())).peak_bytes
     smallest = least_memory(measured, NO_STATE)

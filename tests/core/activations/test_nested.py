@@ -65,7 +65,7 @@ def test_predicted_peaks_are_real_ones(make_case, name, most, strategy):
     case = make_case(name)
     workload = workload_of(case.model, case.loss_of, case.batch)
     plan = plan_blocks(case.model, strategy)
-    chain = measure(workload, plans_to_measure(strategy, workload, device_type="cpu")).chain_under(plan)
+    chain = measure(workload, plans_to_measure(strategy, workload)).chain_under(plan)
     predicted = simulate(chain, plan).peak_bytes - chain.resident_bytes
     real = measured_peak_bytes(workload, plan)
     assert real <= predicted <= most * real
@@ -88,7 +88,7 @@ def test_the_solver_takes_them_where_nothing_else_fits(name):
         return getattr(output, "logits", output).sum()
 
     workload = workload_of(model, loss_of, images)
-    plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
+    plans = plans_to_measure("budget:bitwise", workload)
     measured = estimate_on_target(workload, plans, find_target("a100"))
     chain, static = measured.chain(), StaticMemory()
     activations = simulate(chain, keep_all(chain)).peak_bytes - chain.static_bytes - chain.all_gradients_bytes

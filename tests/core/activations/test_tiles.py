@@ -31,6 +31,7 @@ from memsave_recipes.core.costs.breakdown import break_down_peak
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.core.plans import Action
+from memsave_recipes.core.plans.chain import CUDA
 from memsave_recipes.training.optimizers import step_in_backward
 
 TILES = (1, 32, 64, 4096)
@@ -249,14 +250,14 @@ def test_an_mlp_that_is_called_with_more_is_refused():
 # Plans
 
 
-def work_on(model, num_tokens):
+def work_on(model, num_tokens, device=CPU):
     batch = torch.randint(0, 64, (1, num_tokens), generator=torch.Generator().manual_seed(1))
-    return workload_of(model, lambda model, batch: model(input_ids=batch, labels=batch).loss, batch)
+    return workload_of(model, lambda model, batch: model(input_ids=batch, labels=batch).loss, batch, device=device)
 
 
-def strategies(strategy, num_tokens, model_type="llama", device_type="cpu"):
-    workload = work_on(causal_model(model_type), num_tokens)
-    return [plan.strategy for plan in plans_to_measure(strategy, workload, device_type=device_type)]
+def strategies(strategy, num_tokens, model_type="llama", device=CPU):
+    workload = work_on(causal_model(model_type), num_tokens, device)
+    return [plan.strategy for plan in plans_to_measure(strategy, workload)]
 
 
 def test_a_budget_has_tiles_where_a_batch_has_more_tokens_than_one():
@@ -264,15 +265,15 @@ def test_a_budget_has_tiles_where_a_batch_has_more_tokens_than_one():
     assert strategies("budget", 1025) == ["none", "selective", "full_tiled"]
     assert strategies("budget:bitwise", 1025) == ["none", "selective"]
     on_device = ["none", "selective", "offload", "full_offload", "full_tiled"]
-    assert strategies("budget", 8191, device_type="cuda") == on_device
-    assert strategies("budget", 8192, device_type="cuda") == [*on_device, "full_tiled_offload"]
+    assert strategies("budget", 8191, device=CUDA) == on_device
+    assert strategies("budget", 8192, device=CUDA) == [*on_device, "full_tiled_offload"]
 
 
 @pytest.fixture(scope="module")
 def measured():
     model = causal_model("llama", max_position_embeddings=2048)
     workload = work_on(model, 2048)
-    return workload, measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
+    return workload, measure(workload, plans_to_measure("budget", workload))
 
 
 def test_the_plan_of_least_memory_has_tiles_and_fits_where_it_was_predicted(measured):

@@ -35,6 +35,7 @@ from memsave_recipes.core.costs.targets import Host, find_target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.core.plans import Action, plan_for
+from memsave_recipes.core.plans.chain import CUDA
 from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.core.plans.simulate import host_bytes, simulate
 from memsave_recipes.core.plans.solver import smallest_feasible
@@ -400,8 +401,8 @@ def test_what_offloads_is_not_held():
 def test_below_all_recomputation_inputs_go_to_the_host_or_spans_are_nested(host_budget_bytes):
     model = fake_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24))))
     batch = fake_batch(model, {"x": torch.empty(4096, 512)})
-    workload = workload_of(model, lambda model, batch: model(batch["x"]).sum(), batch)
-    measured = estimate_on_target(workload, plans_to_measure("budget:bitwise", workload, device_type="cuda"), A100)
+    workload = workload_of(model, lambda model, batch: model(batch["x"]).sum(), batch, device=CUDA)
+    measured = estimate_on_target(workload, plans_to_measure("budget:bitwise", workload), A100)
     one_level = smallest_feasible(measured.chain())
     least = least_memory(measured, StaticMemory(), Host(host_budget_bytes))
     assert least.peak.total_bytes < 0.9 * one_level
@@ -426,8 +427,8 @@ def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_hos
 
     model = fake_model(build)
     batch = fake_batch(model, {"tokens": torch.empty(1, 8192, dtype=torch.long, device="meta")})
-    workload = workload_of(model, loss_of, batch)
-    measured = estimate_on_target(workload, plans_to_measure("budget", workload, device_type="cuda"), A100)
+    workload = workload_of(model, loss_of, batch, device=CUDA)
+    measured = estimate_on_target(workload, plans_to_measure("budget", workload), A100)
     least = least_memory(measured, StaticMemory())
     assert least.plan.blocks_under(Action.RECOMPUTE_TILED_OFFLOAD)
     assert least.plan.mlp_tile_tokens == 1024
@@ -561,15 +562,15 @@ def test_a_budget_takes_blocks_in_micro_batches_with_their_inputs_on_the_host():
         return model
 
     model = fake_model(build)
-    workload = workload_of(model, loss_of, fake_batch(model, {"x": torch.empty(64, 8, 32, 32)}))
-    plans = plans_to_measure("budget", workload, device_type="cuda", micro_batch_size=16)
+    workload = workload_of(model, loss_of, fake_batch(model, {"x": torch.empty(64, 8, 32, 32)}), device=CUDA)
+    plans = plans_to_measure("budget", workload, micro_batch_size=16)
     measured = estimate_on_target(workload, plans, A100)
     least = least_memory(measured, StaticMemory())
     assert least.plan.blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD)
     assert least.plan.micro_batch_size == 16
     assert least.host_bytes > 0
     assert least_memory(measured, StaticMemory(), Host(0)).peak.total_bytes > least.peak.total_bytes
-    named = plans_to_measure("full_offload", workload, device_type="cuda", micro_batch_size=16)
+    named = plans_to_measure("full_offload", workload, micro_batch_size=16)
     assert named[-1].blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD) == named[-1].blocks
 
 

@@ -156,7 +156,7 @@ def test_an_estimator_that_knows_other_micro_batches_finds_the_same(word):
             tokens = torch.empty(size, 32, dtype=torch.int64, device="meta")
             batch = fake_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
             load = of(model, lambda batch=batch: trained(**batch), batch)
-            plans = plans_for(load, STRATEGIES[target.device_type])
+            plans = plans_for(load, STRATEGIES[target.device.type])
             alone = estimate_on_target(load, plans, target, autocast_dtype=torch.bfloat16).chain()
             yield estimator.estimate(load, plans).chain(), estimator.estimate(load, plans).chain(), alone
 

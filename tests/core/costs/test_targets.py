@@ -144,7 +144,7 @@ def test_bfloat16_and_flash_attention_begin_with_ampere():
 
 def test_a_size_in_place_of_a_name_or_beside_it():
     any_gpu = target_of(None, 12)
-    assert (any_gpu.name, any_gpu.memory_bytes, any_gpu.device_type) == ("GPU with 12 GiB", 12 * GIB, "cuda")
+    assert (any_gpu.name, any_gpu.memory_bytes, any_gpu.device.type) == ("GPU with 12 GiB", 12 * GIB, "cuda")
     assert any_gpu.flops_per_s == find_target("a100").flops_per_s
     half = target_of("h100", 39.5)
     assert (half.name, half.memory_bytes) == (find_target("h100").name, int(39.5 * GIB))

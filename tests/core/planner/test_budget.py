@@ -56,7 +56,7 @@ def costed(request):
     if config := getattr(case.model, "config", None):
         config.use_cache = False  # as the recipes have it
     workload = workload_of(case.model, case.loss_of, case.batch)
-    plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
+    plans = plans_to_measure("budget:bitwise", workload)
     return Costed(case, workload, measure(workload, plans), StaticMemory())
 
 
@@ -179,7 +179,7 @@ def test_compiled_plans_fit_and_are_predicted_too(build_case):
     case.batch = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
     case.model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=128)).train()
     workload = workload_of(case.model, case.loss_of, case.batch)
-    measurement = measure(workload, plans_to_measure("budget", workload, device_type="cpu", compiled=True))
+    measurement = measure(workload, plans_to_measure("budget", workload, compiled=True))
     ratios = [plan.ratios[0] for plan, _ in measurement.traces if plan.ratios]
     assert ratios == [0.3, 0.5, 0.7]
     costed = Costed(case, workload, measurement, StaticMemory())

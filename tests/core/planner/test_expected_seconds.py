@@ -10,6 +10,7 @@ from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.costs.throughput import ModelFlops
 from memsave_recipes.core.planner.budget import static_memory_of
 from memsave_recipes.core.planner.task import Estimates, Launch, Task, choose_for_target
+from memsave_recipes.core.plans.chain import CUDA
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.core.text import GIB
 from memsave_recipes.tools.fit.frontier import speed_of
@@ -120,11 +121,11 @@ def test_an_update_touches_weights_gradients_and_state(optimizer, touched):
     """Four bytes a parameter: read and written each, gradients once, and three times before for clipping."""
     model = nn.Linear(1024, 1024, bias=False)
     optim = OptimizerArguments(**optimizer)
-    static = static_memory_of(optim, model, BatchLayout.of(8, 4, 1), device_type="cuda")
+    static = static_memory_of(optim, model, BatchLayout.of(8, 4, 1), device=CUDA)
     parameters = 1024 * 1024
     assert static.device_updated_bytes == pytest.approx(touched * parameters, rel=0.01)
     assert static.adding_bytes == 12 * parameters
     on_host = OptimizerArguments(optimizer="adamw", offload_optimizer="step")
-    assert static_memory_of(on_host, model, BatchLayout.of(8, 4, 1), device_type="cuda").device_updated_bytes == 0
-    halves = static_memory_of(optim, model, BatchLayout.of(8, 4, 2), device_type="cuda", num_shards=2)
+    assert static_memory_of(on_host, model, BatchLayout.of(8, 4, 1), device=CUDA).device_updated_bytes == 0
+    halves = static_memory_of(optim, model, BatchLayout.of(8, 4, 2), device=CUDA, num_shards=2)
     assert halves.device_updated_bytes == pytest.approx(static.device_updated_bytes / 2, rel=0.01)

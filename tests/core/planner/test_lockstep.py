@@ -58,7 +58,7 @@ def micro_batches():
 @pytest.fixture(scope="module", params=MODELS)
 def measured(request):
     workload = workload_on(build(request.param), micro_batches())
-    plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
+    plans = plans_to_measure("budget:bitwise", workload)
     return measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
 
 

@@ -132,7 +132,7 @@ def test_only_so_many_plans_are_tried_out(takes_more, monkeypatch):
 def predicted_to_fit(model, batch, budget_bytes):
     stacks = [[name for name, _ in model.named_children()]]
     workload = workload_of(model, lambda model, batch: model(batch).sum(), batch, stacks)
-    measured = measure(workload, plans_to_measure(STRATEGY, workload, device_type="cpu"))
+    measured = measure(workload, plans_to_measure(STRATEGY, workload))
     return forecast(measured, budget_bytes, StaticMemory()).plan
 
 

@@ -142,7 +142,7 @@ def assert_predicted(make_workload, optim, word, accumulation_steps):
     keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
     chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
     layout = BatchLayout.of(4 * accumulation_steps, 4, 1)
-    static = static_memory_of(optim, workload.model, layout, device_type=device.type)
+    static = static_memory_of(optim, workload.model, layout, device=device)
     predicted = Forecast(plan=plan, chain=static.added_to(chain)).peak.total_bytes
 
     gc.collect()  # of what measured
@@ -189,7 +189,7 @@ def test_state_on_the_host_is_in_the_prediction(pinned, name, optimizer, word, a
     keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
     chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
     layout = BatchLayout.of(4 * accumulation_steps, 4, 1)
-    static = static_memory_of(optim, workload.model, layout, device_type=device.type)
+    static = static_memory_of(optim, workload.model, layout, device=device)
     predicted = Forecast(plan=plan, chain=static.added_to(chain)).peak.total_bytes
 
     gc.collect()
@@ -212,7 +212,7 @@ def test_a_step_on_the_host_takes_no_more_than_predicted(pinned, name, optimizer
     workload = workload_of(name, torch.bfloat16 if optim.rounds_at_random else torch.float32, device)
     keeping, plan = (plan_for(strategy, workload.stacks) for strategy in ("none", word))
     chain = measure(workload, [keeping], instruments=DeviceInstruments(device, repetitions=1), most_s=0).chain()
-    static = static_memory_of(optim, workload.model, BatchLayout.of(4 * accumulation_steps, 4, 1), device_type="cuda")
+    static = static_memory_of(optim, workload.model, BatchLayout.of(4 * accumulation_steps, 4, 1), device=device)
     predicted = Forecast(plan=plan, chain=static.added_to(chain)).peak.total_bytes
     gc.collect()
     optimizer = make_optimizer(optim, workload.model)

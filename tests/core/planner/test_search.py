@@ -22,7 +22,7 @@ from memsave_recipes.core.planner.budget import (
 )
 from memsave_recipes.core.planner.search import Candidate, Choice, open_layouts, search
 from memsave_recipes.core.plans import Action, plan_for
-from memsave_recipes.core.plans.chain import Chain
+from memsave_recipes.core.plans.chain import CPU, CUDA, Chain
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.tools.fit.advice import HostUse
 from memsave_recipes.tools.pages.choice import fits_text, overhead_lines, rival_lines, summarize
@@ -257,7 +257,7 @@ def test_on_paper_two_threads_multiply():
 def test_losses_and_norms_count_until_they_are_logged(layout_of, of_a_step):
     """In blocks of 512 bytes; of 4 micro-batches, that a bitwise topology keeps apart and lockstep makes at once."""
     layout = layout_of.of(8, 2, 1)
-    static = static_memory_of(OptimizerArguments(), nn.Linear(1, 1), layout, logging_steps=10, device_type="cuda")
+    static = static_memory_of(OptimizerArguments(), nn.Linear(1, 1), layout, logging_steps=10, device=CUDA)
     assert static.losses_bytes == 512 * (of_a_step + 2 * 10)
 
 
@@ -269,7 +269,7 @@ def test_losses_and_norms_count_until_they_are_logged(layout_of, of_a_step):
 def test_an_accelerator_counts_whole_blocks_of_512_bytes(optimizer, blocks):
     model, layout = nn.Linear(65, 64), BatchLayout.of(4, 2, 2)
     optim = OptimizerArguments(optimizer=optimizer)
-    static = static_memory_of(optim, model, layout, device_type="cuda")
+    static = static_memory_of(optim, model, layout, device=CUDA)
     assert static.buckets_bytes == 34 * 512
     assert static.state_bytes == blocks * 512
     assert static_memory_of(optim, model, layout).buckets_bytes == 4 * (64 * 65 + 64)
@@ -290,8 +290,8 @@ def test_workspaces_are_allocated_and_the_context_is_not():
 
 
 def test_without_a_budget_a_device_is_not_filled():
-    assert usable_bytes(1000, "cuda") == 950
-    assert usable_bytes(1000, "cpu") == 1000
+    assert usable_bytes(1000, CUDA) == 950
+    assert usable_bytes(1000, CPU) == 1000
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
@@ -305,7 +305,7 @@ def test_streamed_weights_are_in_no_bucket_and_their_average_is_on_the_host(num_
     def static(num_ranks, **options):
         layout = BatchLayout.of(4 * num_ranks, 4 // num_micro_batches, num_ranks)
         optim = OptimizerArguments(offload_optimizer="step", **options)
-        return static_memory_of(optim, model, layout, device_type="cuda")
+        return static_memory_of(optim, model, layout, device=CUDA)
 
     alone, two, averaged = static(1), static(2), static(2, ema_decay=0.9)
     assert (alone.buckets_bytes, two.buckets_bytes) == (0, on_device)

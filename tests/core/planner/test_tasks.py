@@ -19,6 +19,7 @@ from memsave_recipes.core.costs.targets import Host, find_target
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner import task as task_module
 from memsave_recipes.core.planner.task import Launch, Task, choose_for_target, fake_planned_model, fake_workload
+from memsave_recipes.core.plans.chain import CPU, CUDA
 from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.text import GIB, format_bytes
@@ -144,15 +145,15 @@ def test_layers_are_compiled_with_ratios_only_where_that_may_be_faster(monkeypat
 
 
 def test_losses_to_compare_are_those_of_the_device():
-    def losses(device_type, words, *flags):
+    def losses(device, words, *flags):
         shape = f"{GPT2},vocab_size={words}"
         flags = [*TEXT, "--config_overrides", shape, "--global_batch_size", "4", *flags]
-        return read_task(RECIPES / "language_modeling.py", flags).losses_on(device_type)
+        return read_task(RECIPES / "language_modeling.py", flags).losses_on(device)
 
-    assert losses("cpu", "301") == ("full", "chunked")
-    assert losses("cuda", "320") == ("full", "chunked:8192", "chunked:1024")
-    assert losses("cuda", "301") == ("chunked:8192", "chunked:1024")  # which pad it
-    assert losses("cuda", "301", "--loss", "chunked:64") == ("chunked:64",)
+    assert losses(CPU, "301") == ("full", "chunked")
+    assert losses(CUDA, "320") == ("full", "chunked:8192", "chunked:1024")
+    assert losses(CUDA, "301") == ("chunked:8192", "chunked:1024")  # which pad it
+    assert losses(CUDA, "301", "--loss", "chunked:64") == ("chunked:64",)
 
 
 @pytest.mark.slow

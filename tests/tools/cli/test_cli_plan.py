@@ -16,6 +16,7 @@ from transformers.utils.logging import enable_progress_bar
 from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.planner.budget import usable_bytes
 from memsave_recipes.core.plans import read_plan
+from memsave_recipes.core.plans.chain import CUDA
 from memsave_recipes.tools.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +96,7 @@ def test_a_preset_counts_as_named(tmp_path: Path) -> None:
     assert {one["micro_batch_size"] for one in found["candidates"]} == {4}
     assert "--micro_batch_size" not in found["launch"]
     assert "--output_dir" not in found["launch"]
-    assert found["budget_bytes"] == pytest.approx(usable_bytes(find_target("a100").memory_bytes, "cuda"), abs=1)
+    assert found["budget_bytes"] == pytest.approx(usable_bytes(find_target("a100").memory_bytes, CUDA), abs=1)
 
 
 @pytest.mark.parametrize(
