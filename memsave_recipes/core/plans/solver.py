@@ -41,10 +41,12 @@ from memsave_recipes.core.plans.paths import (
     tick_s,
 )
 from memsave_recipes.core.plans.plan import Plan, Span
-from memsave_recipes.core.plans.simulate import TimelinePoint, keep_all, simulate
+from memsave_recipes.core.plans.simulate import TimelinePoint, simulate
 from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 
 STRATEGY = "budget"
+ENOUGH_BYTES = 2**60
+"""For every path."""
 MAX_LABELS = (8, 128, 4096)
 """The labels that each pass keeps of a block."""
 
@@ -80,17 +82,16 @@ def _searches(chain: Chain) -> Iterator[tuple[Edges, int]]:
 
 def smallest_feasible(chain: Chain) -> int:
     """Return the smallest budget, in bytes, for which there is a plan."""
-    plain_bytes = simulate(chain, keep_all(chain)).peak_bytes
-    fewest = [_fewest_bytes(edges, plain_bytes - static) + static for edges, static in _searches(chain)]
+    fewest = [_fewest_bytes(edges) + static for edges, static in _searches(chain)]
     return max(min(fewest), _floor_bytes(chain))
 
 
-def _fewest_bytes(edges: Edges, enough: int) -> int:
-    """Return the fewest free bytes with a feasible path, at most ``enough``.
+def _fewest_bytes(edges: Edges) -> int:
+    """Return the fewest free bytes with a feasible path.
 
     What a path may hold at its start falls by a byte with each free byte less, so all of that is more than needed.
     """
-    return enough - max((held for held, _ in resource_bounds(edges, enough)[0]), default=0)
+    return ENOUGH_BYTES - max(held for held, _ in resource_bounds(edges, ENOUGH_BYTES)[0])
 
 
 def _floor_bytes(chain: Chain) -> int:

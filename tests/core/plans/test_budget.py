@@ -85,6 +85,19 @@ def random_chain(rng, num_blocks, *, options_share):
     )
 
 
+def test_blocks_that_no_loss_depends_on_do_not_hide_the_smallest_budget():
+    """What they save may count for longer than they keep it, and so as more than the baseline's peak."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        chain = random_chain(rng, 1 + seed % 5, options_share=0.3)
+        blocks = [replace(block, has_backward=rng.random() < 0.5) for block in chain.blocks]
+        chain = replace(chain, blocks=tuple(blocks))
+        smallest = smallest_feasible(chain)
+        assert simulate(chain, solve(chain, smallest)).peak_bytes <= smallest
+        with pytest.raises(InputError, match="too small for any plan"):
+            solve(chain, smallest - 1)
+
+
 def all_plans(chain):
     """Every split into spans that stay in their stacks, with every action that the chain has costs for."""
     blocks = [chain.blocks[position] for position in chain.decided]
