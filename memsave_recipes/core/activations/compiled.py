@@ -168,10 +168,9 @@ class CompiledLayer(PlannedForward):
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         if self.region.is_observed():
             return (self.method if self.runs_again else self.recomputed)(*args, **kwargs)
-        effects = self.recomputed.effects
-        if self.runs_again or effects.is_looked_at:
+        if self.runs_again or self.recomputed.effects.is_looked_at:
             return self.region.run(self.method, *args, **kwargs)
-        first_run, _ = effects.around(partial(self.region.run, self.method, **kwargs))
+        first_run, _ = self.recomputed.effects.around(partial(self.region.run, self.method, **kwargs))
         return first_run(*args)
 
     def compiled(self, *args: Any, **kwargs: Any) -> Any:
