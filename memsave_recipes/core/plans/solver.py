@@ -46,7 +46,7 @@ from memsave_recipes.core.text import format_bytes, gib_that_suffice, to_gib
 
 STRATEGY = "budget"
 ENOUGH_BYTES = 2**60
-"""For every path."""
+"""Free bytes with which every path is feasible."""
 MAX_LABELS = (8, 128, 4096)
 """The labels that each pass keeps of a block."""
 
