@@ -281,7 +281,7 @@ def choose_for_target(
         fastest_s = inf
         for layout in layouts:
             found = of_space(without_ratios, layout, loss)
-            if space.strategy == "budget" and space.compiled and not _are_enough(found, fastest_s):
+            if space.strategy == "budget" and space.compiled and not are_enough(found, fastest_s):
                 found = of_space(space, layout, loss)
             fastest_s = min([fastest_s, *(one.step_s for one in found if one.fits)])
             yield found
@@ -300,8 +300,11 @@ def choose_for_target(
         return search(layouts, losses, candidates_of)
 
 
-def _are_enough(found: list[Candidate], fastest_s: float) -> bool:
-    """Return whether layers that save all fit, or are no faster than what fits with smaller micro-batches."""
+def are_enough(found: Sequence[Candidate], fastest_s: float) -> bool:
+    """Return whether candidates without ratios of compiled layers are enough.
+
+    So it is where layers that save all fit, or are no faster than what fits with smaller micro-batches.
+    """
     keep = next((one for one in found if one.strategy == "none"), None)
     if keep is None or keep.fits:
         return True
@@ -324,10 +327,15 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
         room,
         num_processes=launch.num_processes,
         device=target.device,
-        compiled=task.run.compiles_on(target.device) and has_layers_to_compile(model),
+        compiled=compiles(task, target, model),
         groups=shard_groups(task, launch),
         bytes_per_s=launch.bytes_per_s_between,
     )
+
+
+def compiles(task: Task, target: Target, model: nn.Module) -> bool:
+    """Return whether the layers of a task's model compute compiled on a device."""
+    return task.run.compiles_on(target.device) and has_layers_to_compile(model)
 
 
 @dataclass

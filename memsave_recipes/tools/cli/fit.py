@@ -26,7 +26,7 @@ from memsave_recipes.tools.cli.request import (
     to_json,
 )
 from memsave_recipes.tools.fit.ladder import Rung, best_rung, ladder
-from memsave_recipes.tools.fit.recipe_task import of_eager_layers, read_task
+from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.tools.fit.subject import IMAGES, IMAGES_AND_TEXT, Subject, find_subject
 from memsave_recipes.tools.pages.choice import heading, row
 from memsave_recipes.training.parsing import named_flags
@@ -80,10 +80,10 @@ class _Page:
         return str(self.json_file) != STDOUT
 
     def read(self, flags: Sequence[str]) -> Task:
-        """Read the task of the recipe under the flags of all rungs and ``flags``, for eager layers by default."""
+        """Read the task of the recipe under the flags of all rungs and ``flags``."""
         flags = [*self.flags, *flags]
         path, named = recipe_path(self.subject.recipe), named_flags(flags)
-        return of_eager_layers(read_task(path, [*flags, *open_flags(named, self.budget_gib)]))
+        return read_task(path, [*flags, *open_flags(named, self.budget_gib)])
 
     def request_of(self, rung: Rung) -> PlanRequest:
         """Return the request of ``memsave plan`` for a rung."""
@@ -112,7 +112,7 @@ class _Page:
         """Print the line that launches the best rung, and write the JSON; refuse where none of all rungs fits."""
         best = best_rung(self.rungs)
         if best is not None and self.prints_table:
-            print(*self.subject.remarks, *self.request_of(best).remarks, sep="\n")
+            print(*self.subject.remarks, *self.request_of(best).remarks_on(best.candidate), sep="\n")
             print(f"\n{self.launch_line(best)}")
         if self.json_file is not None:
             write_text("--json", self.json_file, self._json(best, is_complete))

@@ -13,15 +13,26 @@ NOTE [ the ladder ]
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from math import inf
 
 from memsave_recipes.core.activations.streaming import resident_tensors
 from memsave_recipes.core.costs.block_costs import Measurement
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.budget import COMPILED_RATIOS
 from memsave_recipes.core.planner.search import AS_FAST, Candidate, Choice, SearchSpace
-from memsave_recipes.core.planner.task import Estimates, Launch, Task, layouts_of, shard_groups, space_of
-from memsave_recipes.core.plans import plan_for
-from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
+from memsave_recipes.core.planner.task import (
+    Estimates,
+    Launch,
+    Task,
+    are_enough,
+    compiles,
+    layouts_of,
+    shard_groups,
+    space_of,
+)
+from memsave_recipes.core.plans import Plan, plan_for
+from memsave_recipes.core.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, Stacks, offloads
 from memsave_recipes.core.processes import ahead
 from memsave_recipes.core.sharding import ShardGroups
 from memsave_recipes.core.step.batch_layout import BatchLayout
@@ -34,6 +45,8 @@ CARDS = (2, 4, 8)
 PLAIN, BUDGET = "none", "budget"
 ESTIMATED = (PLAIN, "selective")
 WITH_OFFLOADING = (*ESTIMATED, *OFFLOADING_STRATEGIES)
+OF_COMPILED_LAYERS = (PLAIN, *OFFLOADING_STRATEGIES)
+RATIOS = tuple(f"compiled:{ratio}" for ratio in COMPILED_RATIOS)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 STATE_ON_HOST = ("--offload_optimizer", "state")
 STEP_ON_HOST = ("--offload_optimizer", "step")
@@ -74,7 +87,7 @@ class KnownEstimates(Estimates):
 
     def _estimate(self, size: int, loss: str | None, strategy: str) -> Measurement | None:
         try:
-            return self.of(BatchLayout.of(size, None, 1), loss, lambda one: [plan_for(strategy, one.stacks)])
+            return self.of(BatchLayout.of(size, None, 1), loss, lambda one: [self._plan(strategy, one.stacks)])
         except LOADING_ERRORS as error:
             if strategy != PLAIN:
                 return None
@@ -84,6 +97,15 @@ class KnownEstimates(Estimates):
                 f"MODEL: a step of {type(self.model).__name__} cannot be estimated ({reason(error)}): look at its "
                 f"config.json, or launch its recipe with {BUDGET_FLAG}, which measures"
             ) from error
+
+    def _plan(self, strategy: str, stacks: Stacks) -> Plan:
+        plan = plan_for(strategy, stacks)
+        return plan.on_compiled_layers() if self.compiled else plan
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether layers compute compiled."""
+        return compiles(self.task, self.launch.target, self.model)
 
     def largest(self, loss: str | None) -> int:
         """Return the largest micro-batch that has been estimated with this loss."""
@@ -126,7 +148,7 @@ class Setting:
     def best(self, loss: str | None, layout: BatchLayout | None = None) -> Candidate:
         """Search all plans, of one layout if it is given: rule 2 of NOTE [ the ladder ]."""
         choice = self._choice(loss, layout)
-        takes_tiles = self.groups is None and self.has_room
+        takes_tiles = self.groups is None and self.has_room and not self.estimates.compiled
         if choice.chosen is None and takes_tiles and _peaks_in_blocks(choice.smallest):
             choice = replace(self, strategies=with_tiles(self.strategies))._choice(loss, layout)
         return choice.chosen or choice.smallest
@@ -137,14 +159,25 @@ class Setting:
         at = self._largest(loss)
         found = self._plain_candidates(at, loss)
         for layout in self.layouts[at + found[0].fits : at + 2]:
-            found += self.planned(layout, loss)
+            found += self.planned(layout, loss, min([one.step_s for one in found if one.fits], default=inf))
             if not any(candidate.fits for candidate in found):
                 break
         return Choice(candidates=tuple(found))
 
-    def planned(self, layout: BatchLayout, loss: str | None) -> list[Candidate]:
-        """Return the candidates of ``memsave plan`` for a layout; a few where nothing can fit."""
-        return self._candidates(layout, loss, BUDGET, self.strategies if self.has_room else (PLAIN,))
+    def planned(self, layout: BatchLayout, loss: str | None, fastest_s: float = inf) -> list[Candidate]:
+        """Return the candidates of ``memsave plan`` for a layout; a few where nothing can fit.
+
+        Args:
+            fastest_s: of a step with smaller micro-batches that fit.
+        """
+        candidates = partial(self._candidates, layout, loss, BUDGET)
+        if not self.has_room:
+            return candidates((PLAIN,))
+        if not self.estimates.compiled:
+            return candidates(self.strategies)
+        strategies = tuple(filter(OF_COMPILED_LAYERS.__contains__, self.strategies))
+        found = candidates(strategies)
+        return found if are_enough(found, fastest_s) else candidates((*strategies, *RATIOS))
 
     def takes(self, loss: str | None) -> bool:
         """Return whether the model's head allows this loss."""

@@ -4,13 +4,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.task import Task
-from memsave_recipes.core.sharding.groups import NONE
-from memsave_recipes.core.step.settings import AUTO
 
 FOLDER_FLAG = "--output_dir"
 
@@ -44,11 +41,3 @@ def _load(recipe: Path) -> object:
     sys.modules[recipe.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def of_eager_layers(task: Task) -> Task:
-    """Return ``task`` with ``--compile none`` in place of ``auto``.
-
-    To compile for each of many settings takes minutes, and eager layers need more memory than compiled ones.
-    """
-    return replace(task, run=replace(task.run, compile=NONE)) if task.run.compile == AUTO else task

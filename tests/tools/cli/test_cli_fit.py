@@ -102,6 +102,25 @@ def test_its_figures_are_those_of_memsave_plan(llama: str, tmp_path: Path) -> No
         assert {key: rung[key] for key in shared} == {key: candidate[key] for key in shared}
 
 
+@pytest.mark.compiles_ahead
+def test_layers_that_compile_in_the_run_compile_in_its_figures(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = ["0.597GiB", "--micro_batch_size", "8"]
+    found = fitted([llama, "--length", "512", "--global_batch_size", "8", "--memory", *memory], tmp_path / "fit.json")
+    assert "layers that repeat compute compiled" in capsys.readouterr().out
+    planned = next(rung for rung in found["rungs"] if rung["name"] == "activation checkpointing")
+    assert planned["strategy"] == "budget"
+    recipe = str(ROOT / "recipes" / f"{LANGUAGE}.py")
+    words = ["plan", recipe, *flags_of(planned["launch"]), "--target_memory", "0.597GiB", "--mixed_precision", "bf16"]
+    assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+    candidates = json.loads((tmp_path / "plan.json").read_text())["candidates"]
+    solved = next(one for one in candidates if one["strategy"] == "budget")
+    shared = ("peak_bytes", "needed_bytes", "parts")
+    assert {key: planned[key] for key in shared} == {key: solved[key] for key in shared}
+    assert planned["step_s"] == pytest.approx(solved["step_s"])
+
+
 def test_more_cards_share_the_micro_batches(llama: str, tmp_path: Path) -> None:
     words = [llama, "--length", "2048", "--global_batch_size", "4", "--memory", "0.65GiB"]
     found = fitted(words, tmp_path / "fit.json")
