@@ -26,7 +26,7 @@ import transformers
 from tqdm import tqdm
 from zoo.architectures import Model
 from zoo.families import families
-from zoo.steps import IDENTICAL, STRATEGIES, differences, plain_steps, verdict
+from zoo.steps import IDENTICAL, PARTS_KEPT, STRATEGIES, differences, plain_steps, verdict
 
 RESULTS = Path("docs/results/zoo.json")
 PARTIAL = Path("out/zoo.jsonl")
@@ -160,10 +160,10 @@ def _version(library: str) -> str | None:
 
 
 def is_right(row: Row) -> bool:
-    """Whether every strategy is identical or refused; a model that was not tried has no strategy."""
+    """Whether every strategy is identical or refused, or names what it keeps; a model that did not run has none."""
     verdicts = [] if isinstance(row, str) else row
     crashed = isinstance(row, str) and row.startswith("crash")
-    return not crashed and all(one == IDENTICAL or one.startswith("refused: ") for one in verdicts)
+    return not crashed and all(one == IDENTICAL or one.startswith(("refused: ", f"{PARTS_KEPT}: ")) for one in verdicts)
 
 
 def write_results(path: Path, rows: dict[Name, Row], *, replaces_all: bool) -> None:

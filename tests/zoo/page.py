@@ -39,6 +39,8 @@ size on the CPU, in float32, with dropout, in training mode.
 * *Identical*: the loss, every gradient, every buffer and the state of the random number generator are equal bit for
   bit, blocks were recomputed, and autograd saved fewer bytes.
 * *Refused*: one line gave the reason before the training.
+* *Parts kept*: identical, but fewer than 5 % of the saved bytes were freed. The line of the plan, which every run
+  prints, names a stack of layers that it leaves as it is, such as a whole tower.
 * *Not built*: the model did not run in any of our tiny configurations, so nothing is known.
 
 The budget of `budget:bitwise` is half-way between the peak of plain and the peak of the plan that needs least. It may

@@ -20,6 +20,7 @@ from memsave_recipes.core.plans import Action, Plan
 
 IDENTICAL = "identical"
 NO_EFFECT = "no effect"
+PARTS_KEPT = "parts kept"
 STRATEGIES = ("full", "segments:2", "selective", "budget:bitwise")
 MOST_KEPT = 0.95  # of the bytes that plain saves; a budget bounds the peak, for which one layer may be enough
 NO_STATE = StaticMemory(state_bytes=0)
@@ -40,7 +41,7 @@ def plain_steps(architecture: Model) -> list[Step]:
 
 
 def verdict(architecture: Model, strategy: str, plain: list[Step]) -> str:
-    """``identical``, ``no effect``, or ``refused: ...``, ``wrong: ...``, ``traceback: ...`` with the reason.
+    """``identical``, ``no effect``, or ``parts kept``, ``refused``, ``wrong``, ``traceback``, each with its words.
 
     Args:
         plain: the ``plain_steps`` of the architecture.
@@ -57,7 +58,9 @@ def verdict(architecture: Model, strategy: str, plain: list[Step]) -> str:
         if differing := differences(one, other):
             return f"wrong: {len(differing)} of {len(one.results)}, {differing[0]}"
     most_kept = 1.0 if strategy.startswith("budget") else MOST_KEPT
-    return IDENTICAL if _has_effect(plain, planned, plan, most_kept) else NO_EFFECT
+    if _has_effect(plain, planned, plan, most_kept):
+        return IDENTICAL
+    return f"{PARTS_KEPT}: {plan.describe()}" if "all of " in plan.describe() else NO_EFFECT
 
 
 def differences(one: Step, other: Step) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import heads, matrix
 from zoo.matrix import is_right, row_of, rows_of, write_results
 from zoo.page import PAGE, page, word
-from zoo.steps import IDENTICAL, NO_EFFECT, STRATEGIES
+from zoo.steps import IDENTICAL, NO_EFFECT, PARTS_KEPT, STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / matrix.RESULTS).read_text(encoding="utf-8"))
@@ -97,6 +97,7 @@ def test_single_rows_replace_those_in_the_file(tmp_path):
     [
         (IDENTICAL, "yes"),
         (NO_EFFECT, NO_EFFECT),
+        (f"{PARTS_KEPT}: segments:2: 4 of 8 blocks recomputed", PARTS_KEPT),
         ("wrong: 3 of 9, loss", "wrong"),
         ("traceback: KeyError: 1", "traceback"),
         ("refused: strategy: Layer cannot run under selective, because aten::add_ writes in place on", "in place"),

@@ -289,7 +289,10 @@ class Plan:
         return tuple(name for span in spans for name in self.blocks[span.start : span.stop])
 
     def describe(self) -> str:
-        """Return a line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
+        """Return a line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``.
+
+        It names the stacks that segments leave as they are, which may be a whole tower of a model.
+        """
         num_spans = sum(span.action is Action.RECOMPUTE for span in self.spans)
         spans = f"{num_spans} {'span' if num_spans == 1 else 'spans'}"
         under = ((len(self.blocks_under(action)), action.kind.words) for action in Action)
@@ -299,8 +302,19 @@ class Plan:
             return f"{self.strategy}: no activation checkpointing{compiled}"
         (number, words), *others = found
         parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
+        parts += [f"all of {', '.join(self._kept_stacks)} kept"] if self._kept_stacks else []
         text = "; ".join(parts).format(spans=spans, size=self.micro_batch_size, tile=self.mlp_tile_tokens)
         return f"{self.strategy}: {text}{compiled}"
+
+    @property
+    def _kept_stacks(self) -> list[str]:
+        """The stacks of which segments recompute no block."""
+        if not self.strategy.startswith("segments"):
+            return []
+        kept = set(self.blocks_under(Action.KEEP))
+        stacks = {name: name.rpartition(".")[0] for name in self.blocks}
+        changed = {stacks[name] for name in self.blocks if name not in kept}
+        return [stack for stack in dict.fromkeys(stacks.values()) if stack not in changed]
 
     def to_json(self) -> str:
         """Return the plan as the text of a ``plan.json``."""

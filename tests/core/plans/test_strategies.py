@@ -39,6 +39,13 @@ def test_segments_differ_by_at_most_one_block_and_the_last_is_kept():
     assert plan_for("segments:8", STACKS).recomputed == tuple("abcdefg")
 
 
+def test_segments_name_the_stacks_that_they_keep():
+    towers = [[f"visual.blocks.{number}" for number in range(2)], ["text.layers.0"], ["text.layers.1"]]
+    kept = "segments:2: 2 of 4 blocks recomputed, in 1 span; all of text.layers kept"
+    assert plan_for("segments:2", towers).describe() == kept
+    assert "kept" not in plan_for("segments:4", towers).describe()
+
+
 @pytest.mark.parametrize(
     ("actions", "words"),
     [
