@@ -197,7 +197,8 @@ def _normalization(name: str, trust_remote_code: bool, entries: str) -> dict[str
     given: dict[str, Any] = json.loads(entries)
     usual = {"mean": ("image_mean", IMAGENET_DEFAULT_MEAN), "std": ("image_std", IMAGENET_DEFAULT_STD)}
     said = {key: given.get(entry) or default for key, (entry, default) in usual.items()}
-    said = {key: value if isinstance(value, list) else [value] * 3 for key, value in said.items()}
+    lists = {key: value if isinstance(value, list) else [value] for key, value in said.items()}
+    said = {key: value * 3 if len(value) == 1 else value for key, value in lists.items()}
     try:
         processor = open_image_processor(name, trust_remote_code=trust_remote_code)
         made = _made_by(processor)

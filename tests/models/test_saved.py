@@ -145,7 +145,7 @@ def test_pixels_are_those_of_the_models_own_processor(tmp_path, case):
 @pytest.mark.parametrize(
     ("kind", "entries", "words"),
     [
-        (ViTImageProcessorPil, {"image_mean": [0.5]}, "cannot be followed (mean must have 3 elements"),
+        (ViTImageProcessorPil, {"image_mean": [0.5, 0.5]}, "cannot be followed ("),
         (ViTImageProcessorPil, {"image_std": 0.0}, "cannot be followed (it does not just rescale and normalise"),
         (ViTImageProcessorPil, {"image_mean": "x"}, "cannot be followed ("),
         (Pix2StructImageProcessorPil, {}, "cannot be followed ("),
