@@ -283,6 +283,12 @@ def _padded(head: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
+def pads_words(head: Tensor) -> bool:
+    """Return whether the loss pads the words of a head (V, D), in the precision that it computes in now."""
+    device = head.device.type
+    return _pads(head, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype)
+
+
 def _pads(head: Tensor, dtype: torch.dtype) -> bool:
     return head.is_cuda and dtype in (torch.bfloat16, torch.float16) and len(head) % WORDS > 0
 

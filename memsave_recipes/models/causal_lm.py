@@ -32,6 +32,7 @@ from memsave_recipes.core.losses import (
     forward_of,
     linear_cross_entropy,
     num_chunks,
+    pads_words,
     tied_gradient,
 )
 from memsave_recipes.core.text import printable_lines
@@ -261,8 +262,10 @@ class Head:
 
 
 def pays(targets: Tensor, head: Head, chunk_bytes: int | None = None) -> bool:
-    """Tell whether the logits of ``targets`` are more than one chunk."""
-    return num_chunks(targets.numel(), len(head.linear.weight), chunk_bytes or default_chunk_bytes(targets.device)) > 1
+    """Tell whether the logits of ``targets`` are more than one chunk, or the head's words are padded."""
+    weight = head.linear.weight
+    several = num_chunks(targets.numel(), len(weight), chunk_bytes or default_chunk_bytes(targets.device)) > 1
+    return several or pads_words(weight)
 
 
 def with_liger(head: Head) -> Head:

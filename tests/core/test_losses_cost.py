@@ -151,14 +151,14 @@ class Kernels(TorchDispatchMode):
         return out
 
 
-def kernels_of_gpt2(vocab_size) -> Kernels:
-    """One forward and backward of 16 rows of 1,024 tokens on an H100, in bf16: counted, not run."""
+def kernels_of_gpt2(vocab_size, *, num_rows=16, loss="chunked", **sizes) -> Kernels:
+    """One forward and backward of rows of 1,024 tokens on an H100, in bf16: counted, not run."""
     no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    config = GPT2Config(vocab_size=vocab_size, activation_function="gelu_pytorch_tanh", **no_dropout)  # as it is fused
+    config = GPT2Config(vocab_size=vocab_size, activation_function="gelu_pytorch_tanh", **no_dropout, **sizes)  # fused
     model = fake_model(lambda: GPT2LMHeadModel(config))
-    tokens = torch.empty((16, 1024), dtype=torch.int64, device="meta")
+    tokens = torch.empty((num_rows, 1024), dtype=torch.int64, device="meta")
     batch = fake_batch(model, {"input_ids": tokens, "labels": tokens})
-    module = CausalLMLoss(model, "chunked", chunk_bytes=512 * MIB)
+    module = CausalLMLoss(model, loss, chunk_bytes=512 * MIB)
     autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
     with model.lm_head.weight.fake_mode, cuda_kernels(find_target("h100")), autocast, Kernels() as kernels:
         module(**batch).backward()
@@ -175,3 +175,9 @@ def test_an_odd_vocabulary_costs_no_more_than_the_next_multiple_of_64():
         **dict.fromkeys([(2341, 50_304, 768), (2341, 768, 50_304), (50_304, 768, 2341)], 6),
         **dict.fromkeys([(2338, 50_304, 768), (2338, 768, 50_304), (50_304, 768, 2338)], 1),
     }
+
+
+def test_an_odd_vocabulary_is_padded_where_all_logits_are_one_chunk():
+    """So few that ``auto`` would take all logits at once."""
+    few = kernels_of_gpt2(50_257, num_rows=1, loss="auto", n_layer=1)
+    assert {columns for _, columns, _ in few.products if columns > 50_000} == {50_304}
