@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every claim of the README on the GPUs of this machine: 40 minutes, no network (benchmarks/gpu_day/__main__.py). The
-# first 12 say what a step takes. What the runs read, and the kernels that they compile, are in out/gpu_day-prepared: a
-# folder that may be made on another machine and travels with the repository.
+# first 12 say what a step takes. --prepare puts the texts that the runs read into out/gpu_day-prepared, on any machine:
+# the folder travels with the repository. It prepares no kernels: torch stores compiled code only where it can load it
+# (benchmarks/gpu_day/first_minutes.py). The runs put theirs there for one another, and for the next day on such a card.
 #
 #     bash benchmarks/gpu_day.sh --prepare                      # before a GPU is there
 #     bash benchmarks/gpu_day.sh [WHEELS] [--only STEP ...]     # WHEELS: a folder of wheels, if something is missing

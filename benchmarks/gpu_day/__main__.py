@@ -41,7 +41,7 @@ from results_table import main as results_table
 from gpu_day.claims import CUDA, FAILS, VERDICTS, Step, Verdict
 from gpu_day.day import Day
 from gpu_day.exactness import half_precision, kernels, proofs, resumed
-from gpu_day.first_minutes import first_minutes, prepare
+from gpu_day.first_minutes import first_minutes, next_minutes, prepare
 from gpu_day.loops import loops
 from gpu_day.machine import CPU, GPU, STAND_IN, Size, abilities, kind_of_machine, size_of
 from gpu_day.memory import budgets, full_device, offloading, predictions, techniques
@@ -54,6 +54,7 @@ STEPS = {
     for step in (
         *(
             first_minutes,
+            next_minutes,
             ranks,
             kernels,
             proofs,

@@ -54,7 +54,7 @@ class Day:
         """Run the command, or remember how it ended.
 
         Raises:
-            RuntimeError: it takes longer than its limit.
+            RuntimeError: it should be killed, and could not.
         """
         if command.name not in self.outcomes:
             if command.is_killed:
@@ -88,13 +88,16 @@ class Day:
             )
 
     def _ended(self, command: Command, process: subprocess.Popen[str]) -> Outcome:
+        """Wait for the process, no longer than its limit, which the last line of its output then tells."""
+        told = ""
         try:
-            code = process.wait(command.limit_s)
+            process.wait(command.limit_s)
         except subprocess.TimeoutExpired:
             _kill(process)
-            raise RuntimeError(f"{command.name} took longer than {command.limit_s:g} s") from None
+            told = f"\n{command.name} took longer than {command.limit_s:g} s"
         log = self.folder / f"{command.name}.log"
-        return Outcome(code, log.read_text(encoding="utf-8", errors="replace"), self._folder_of(command))
+        output = log.read_text(encoding="utf-8", errors="replace") + told
+        return Outcome(process.returncode, output, self._folder_of(command))
 
     def _folder_of(self, command: Command) -> Path:
         return self.results if command.is_benchmark else self.folder / command.name

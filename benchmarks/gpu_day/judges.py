@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from gpu_day.claims import Found, Outcome
 from memsave_recipes.core.planner.budget import FRAGMENTATION, RESERVE, WORKSPACES
+from memsave_recipes.core.step.settings import REGIONS
 from memsave_recipes.core.text import GIB, MIB, format_bytes
 
 OUT_OF_MEMORY = 3
@@ -178,11 +179,28 @@ def seconds_measured(most_off: float) -> Callable[[Outcome], Found]:
 
 
 def speed(run: Outcome) -> Found:
-    """Tokens a second, the share of the peak rate, the step and its memory."""
+    """Tokens a second, the share of the peak rate, the step, whether its layers are compiled, and its memory."""
     perf, memory = run.results["perf"], run.memory
     share = f", {perf['mfu_pct']:.1f} % of the peak rate" if "mfu_pct" in perf else ""
-    step = f"{1000 * run.step_s:.1f} ms a step under {run.results['plan']}"
+    compiled = ", layers compiled" if run.read("config.json").get("compile") == REGIONS else ""
+    step = f"{1000 * run.step_s:.1f} ms a step under {run.results['plan']}{compiled}"
     return None, f"{perf['tokens_per_sec']:,.0f} tokens/s{share}, {step}, {gib(memory['peak_allocated_gib'])}"
+
+
+def profiled(plan: str, beside: str | None = None) -> Callable[[Outcome], Found]:
+    """Of ``mfu.py`` on a GPU: the speed under a plan, times another's, and the kernels of a micro-batch by class."""
+
+    def judge(run: Outcome) -> Found:
+        row, found = _profile(run, plan), ""
+        step_s = row["measured"]["step_s"]
+        if beside is not None:
+            found = f", x{step_s / _profile(run, beside)['measured']['step_s']:.3f} of {beside}"
+        kernels = ", ".join(f"{name} {ms:.1f} ms" for name, ms in row["measured"]["kernels_ms"].items())
+        share = f"{100 * row['peak_s'] / step_s:.1f} % of the peak rate"
+        step = f"{1000 * step_s:.1f} ms a step{found}, {format_bytes(row['measured']['peak_bytes'])}"
+        return None, f"{row['units'] / step_s:,.0f} tokens/s, {share}, {step}; a micro-batch: {kernels}"
+
+    return judge
 
 
 def seconds_expected(most_off: float) -> Callable[[Outcome, Outcome], Found]:
@@ -236,6 +254,15 @@ def bytes_of(size: str) -> float:
     """The bytes of ``format_bytes``'s words, such as ``1.5 MiB``."""
     number, unit = size.split()
     return float(number) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+
+
+def _profile(run: Outcome, plan: str) -> dict[str, Any]:
+    """The row of a plan, also where the program ended after it; raises ``RuntimeError`` where there is none."""
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in run.folder.glob("mfu-*.json")]
+    row: dict[str, Any] = next((row for file in files for row in file["rows"] if row["plan"] == plan), {})
+    if "measured" not in row:
+        raise RuntimeError(f"{plan}: {row.get('refused', f'exit code {run.code}: {run.last_line}')}")
+    return row
 
 
 def _weights(run: Outcome) -> dict[str, torch.Tensor]:

@@ -76,7 +76,8 @@ class Size:
         device: its type.
         launches: files of ``accelerate_configs/`` for one rank, for ranks with whole weights, and in shards.
         rows, digits: flags for the batches of texts and images.
-        gpt2: the README's launch but for what is planned, which is ``launch_budget``.
+        gpt2: the README's launch but for what is planned, which is ``launch_budget``. A user's is longer, and so it
+            compiles, which ``--compile auto`` does not for ``FEW_STEPS``.
         gpt2_micro, gpt2_whole: its batch in several micro-batches, and in one.
         vocabularies: of a GPT-2, odd and padded.
         llama_1b: flags of a Llama of 1B.
@@ -147,7 +148,9 @@ def size_of(kind: str) -> Size:
             llama=LLAMA.format(1024, 4096, 12, 16, 8192),
             rows=ROWS.format(1024, 32, 8),
             gpt2=f"{GPT2} --block_size 1024 --global_batch_size 64 {FEW_STEPS}",
-            launch_budget="--micro_batch_size auto --activation_checkpointing budget --memory_budget_gib 22",
+            launch_budget=(
+                "--micro_batch_size auto --activation_checkpointing budget --memory_budget_gib 22 --compile regions"
+            ),
             gpt2_micro="--micro_batch_size 16",
             gpt2_whole="--micro_batch_size 64",
             vocabularies=(50_257, 50_304),
@@ -177,7 +180,8 @@ def size_of(kind: str) -> Size:
         llama=LLAMA.format(64, 256, 4, 4, 512),
         rows=small_rows,
         gpt2=f"{GPT2} --config_overrides n_layer=2,n_head=2,n_embd=64,vocab_size=512 {small_rows} {FEW_STEPS}",
-        launch_budget="--activation_checkpointing budget --memory_budget_gib 0.5",
+        launch_budget="--activation_checkpointing budget --memory_budget_gib 0.5"
+        + (" --compile regions" if kind == CPU else ""),
         gpt2_micro="--micro_batch_size 4",
         gpt2_whole="--micro_batch_size 8",
         vocabularies=(517, 576),

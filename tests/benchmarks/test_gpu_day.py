@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 import warnings
@@ -10,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+from memsave_recipes.training.parsing import parse_arguments
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAM = "import sys; print('trained'); sys.exit({code})"
@@ -139,6 +143,8 @@ def test_the_list_has_every_claim_with_what_it_needs(benchmark, capsys):
     )
     assert "    --bitwise_topology: the weights of one rank (needs two devices)\n" in listed
     assert "    Llama, compiled:0.5: the step of plain (needs Triton)\n" in listed
+    for profiled in ("none: milliseconds by class", "build-nanogpt's model, compiled: beside compiled"):
+        assert f"    {profiled} (needs Triton, a data sheet of its device)\n" in listed
 
 
 @pytest.mark.parametrize("kind", ["gpu", "stand-in", "cpu"])
@@ -159,6 +165,64 @@ def test_the_first_minutes_end_in_time(load):
     limits = {run.name: run.limit_s for claim in step.claims for run in claim.runs}
     assert next(iter(load("gpu_day.__main__").STEPS)) == step.name == "first_minutes"
     assert sum(limits.values()) <= 60 * module.MINUTES
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_the_launch_compiles_as_one_of_more_steps_does(load, kind):
+    step = load("gpu_day.first_minutes").first_minutes(load("gpu_day.machine").size_of(kind))
+    (launch,) = next(claim.runs for claim in step.claims if claim.text == "README's launch, as it is")
+    recipe, *flags = shlex.split(launch.words)
+    flags_of_recipe = runpy.run_path(str(BENCHMARKS.parent / recipe))["Arguments"]
+
+    def compiles(*others):
+        (args,) = parse_arguments(flags_of_recipe, args=[*flags, *others, "--output_dir", "out"])
+        return args.compiles_on(torch.device("cuda"))
+
+    assert compiles()
+    assert not compiles("--compile", "auto")
+    assert compiles("--compile", "auto", "--max_steps", "1000")
+
+
+def test_a_speed_says_whether_layers_are_compiled(load, tmp_path):
+    perf, memory = {"step_time_s": 0.1, "tokens_per_sec": 1000}, {"peak_allocated_gib": 2.0}
+    (tmp_path / "results.json").write_text(json.dumps({"perf": perf, "memory": memory, "plan": "none"}))
+    run = load("gpu_day.claims").Outcome(0, "", tmp_path)
+    for compiled, words in (("regions", ", layers compiled"), ("none", "")):
+        (tmp_path / "config.json").write_text(json.dumps({"compile": compiled}))
+        found = f"1,000 tokens/s, 100.0 ms a step under none{words}, 2 GiB"
+        assert load("gpu_day.judges").speed(run) == (None, found)
+
+
+def test_the_profile_is_of_one_model(load, monkeypatch, tmp_path):
+    mfu, calls = load("mfu"), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mfu, "measure", lambda works, folder: calls.append(([work.model for work in works], folder)))
+    step = load("gpu_day.first_minutes").first_minutes(load("gpu_day.machine").size_of("gpu"))
+    profile = next(claim.runs[0] for claim in step.claims if claim.text == "compiled: milliseconds by class")
+    script, *flags = shlex.split(profile.words.format(folder=tmp_path))
+    assert BENCHMARKS.parent / script == Path(mfu.__file__)
+    mfu.main(flags)
+    assert calls == [(["GPT-2"], tmp_path)]
+
+
+def test_a_profile_counts_as_far_as_it_went(load, tmp_path):
+    kernels = {"products": 20.5, "attention": 5.5, "casts": 0.0, "others": 12.25}
+    measured = {"step_s": 0.5, "peak_bytes": 2**30, "graphs": 0, "kernels_ms": kernels}
+    row = {"units": 1000, "peak_s": 0.2, "measured": measured}
+    rows = [
+        {**row, "plan": "none"},
+        {**row, "plan": "compiled", "measured": {**measured, "step_s": 0.25}},
+        {"plan": "half", "refused": "no memory"},
+    ]
+    (tmp_path / "mfu-h100.json").write_text(json.dumps({"rows": rows}))
+    judges, run = load("gpu_day.judges"), load("gpu_day.claims").Outcome(-9, "took longer", tmp_path)
+    by_class = "a micro-batch: products 20.5 ms, attention 5.5 ms, casts 0.0 ms, others 12.2 ms"
+    none = f"2,000 tokens/s, 40.0 % of the peak rate, 500.0 ms a step, 1 GiB; {by_class}"
+    assert judges.profiled("none")(run) == (None, none)
+    assert "500.0 ms a step, x2.000 of compiled, 1 GiB" in judges.profiled("none", "compiled")(run)[1]
+    for plan, reason in (("half", "no memory"), ("a peer", "exit code -9: took longer")):
+        with pytest.raises(RuntimeError, match=f"{plan}: {reason}"):
+            judges.profiled(plan)(run)
 
 
 def test_what_runs_read_is_prepared_without_a_device(load, monkeypatch):
@@ -219,8 +283,10 @@ def test_a_run_that_ends_before_it_is_killed_says_so(load, day):
 def test_a_command_that_hangs_is_ended(load, day):
     words = '-c "import time; time.sleep(60)"'
     command = load("gpu_day.claims").Command(name="long", words=words, limit_s=0.2)
-    with pytest.raises(RuntimeError, match=r"long took longer than 0\.2 s"):
-        day.outcome(command)
+    outcome = day.outcome(command)
+    with pytest.raises(RuntimeError, match=r"exit code -9: long took longer than 0\.2 s"):
+        _ = outcome.results
+    assert day.outcome(command) is outcome  # another claim on it does not wait again
 
 
 def test_waits_are_counted_by_line_in_whole_steps_alone(load, monkeypatch):
