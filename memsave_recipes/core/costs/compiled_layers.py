@@ -163,6 +163,7 @@ class _Reader:
             return None
         if isinstance(node, ir.ShapeAsConstantBuffer):
             return _number(node.expr)
+        node = node.data if isinstance(node, ir.TensorBox) else node
         return node.get_name(), Form.read(node) if isinstance(node, ir.ReinterpretView) else None
 
     def _step(self, node: Any) -> Step:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
 from transformers.models.bert.modeling_bert import BertLayer
@@ -114,6 +115,42 @@ def test_bytes_are_those_of_a_run(name, dtype, ratios):
         assert saved_bytes(predicted) == saved_bytes(ran), ratio
         for found, peak in zip(peaks_bytes(predicted), peaks_bytes(ran), strict=True):
             assert abs(found - peak) <= max(ROUNDING, OF_OTHER_REUSE * peak), ratio
+
+
+class GroupedLayer(nn.Module):
+    """Attention with a mask, in which two heads of the query share a value, as Gemma 3 with images has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
+        self.register_buffer("mask", torch.zeros(LENGTH, LENGTH))
+
+    def forward(self, hidden):
+        query = self.project(hidden).view(1, LENGTH, 4, -1).transpose(1, 2)
+        value = self.value(hidden).view(1, LENGTH, 2, -1).transpose(1, 2)
+        value = value[:, :, None].expand(-1, -1, 2, -1, -1).reshape(query.shape)
+        heads = F.scaled_dot_product_attention(query, query, value, attn_mask=self.mask)
+        return hidden + heads.transpose(1, 2).reshape(hidden.shape)
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(GroupedLayer() for _ in range(2))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_a_saved_view_has_its_own_form_in_the_backward():
+    fake = fake_model(Grouped).train()
+    hidden = fake_batch(fake, {"hidden": torch.zeros(1, LENGTH, WIDTH)})["hidden"]  # strides of a side of 1 are free
+    workload = workload_of(fake, loss_of, hidden)
+    plans = [plan_for("compiled:1", workload.stacks)]
+    ((_, trace),) = Estimator(fake, find_target("a100"), BF16).estimate(workload, plans).traces
+    assert saved_bytes(trace) > 0
 
 
 class OfBytes(Target):
