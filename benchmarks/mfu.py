@@ -1,13 +1,11 @@
 """What a step computes and moves, by classes of kernels, what that predicts, and on a GPU what it takes.
 
-    python benchmarks/mfu.py --counts            # needs no GPU and no Triton
-    python benchmarks/mfu.py                     # on a GPU: measures, beside what is predicted for it
-    python benchmarks/mfu.py --compile_layers    # needs a CUDA build of torch, and no GPU: see ``compiled`` below
+    python benchmarks/mfu.py --counts    # needs g++, no GPU and no Triton
+    python benchmarks/mfu.py             # on a GPU: measures, beside what is predicted for it
 
 Counts are those of the planner's fake tensors: operators of one micro-batch with the kernels of CUDA, each at least one
-kernel. Under ``compiled`` the products and the attention of the layers are the same, and all else in them is what
-torch's compiler makes of such a layer: docs/results/triton_kernels.json, or what ``--compile_layers`` found. Seconds
-are bytes and FLOPs at the rates of ``core/costs/cards.json`` that kernels reach. Waits are those of
+kernel. Under ``compiled`` torch's compiler fuses those of the layers and of a language model's loss, as in ``memsave
+plan``. Seconds are bytes and FLOPs at the rates of ``core/costs/cards.json`` that kernels reach. Waits are those of
 docs/results/step_counts.json; the host's time is this CPU's, of layers so small that nothing else takes any.
 
 On a GPU each row trains a few steps in this process, as the recipe does, on random data. Two loops by hand are beside
@@ -17,13 +15,11 @@ Writes docs/results/mfu.json and .md, or mfu-CARD of a GPU; with ``STANDIN`` set
 """
 
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,33 +37,34 @@ from gpu_day.step_figures import (
     class_of,
     figures_of,
     measured_page_of,
-    processor_ms,
 )
+from host_time import WARM_UP
 from recipe_steps import build
+from torch._dynamo.utils import counters
 
-from memsave_recipes.core.activations import apply_plan, find_stacks, plan_blocks
+from memsave_recipes.core.activations import apply_plan, plan_blocks
 from memsave_recipes.core.costs import estimate
 from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.repeats import Repeats
-from memsave_recipes.core.costs.step_trace import StepTrace
 from memsave_recipes.core.costs.targets import Target, find_target
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.planner.budget import has_layers_to_compile
 from memsave_recipes.core.planner.task import Estimates, Launch, Task
 from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import BatchLayout
 from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.tools.fit.subject import find_subject
 
-OWN, TRITON, STEPS = (harness.RESULTS / f"{name}.json" for name in ("mfu", "triton_kernels", "step_counts"))
+STEPS = harness.RESULTS / "step_counts.json"
 CARD = "h100"
 KERNELS, BYTES, FLOPS, SECONDS = range(4)
 OPTIMIZER_PASSES, ADDING_PASSES = 10, 3
 """Over the bytes of the weights that train: AdamW reads four and writes three, clipping reads two and writes one; a
 further micro-batch adds its gradients to others."""
-STRATEGIES = ("none", "full")
-"""The plans that are counted; ``half`` is the mean of both: every second block is recomputed."""
-RUN_AS = {"none": "none", "compiled": "compiled:1", "half": "every:2"}
-"""By the plans of the page, the strategies that are run."""
+STRATEGIES = {"none": "none", "compiled": "compiled:1", "full": "full", "half": "every:2"}
+"""By plan. ``half`` is run, and counted as the mean of ``none`` and ``full``: every second block is recomputed."""
+COUNTED = ("none", "compiled", "full")
+HOST_ROUNDS = 100
 TINY = {
     "gpt2": {"n_embd": 16, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0},
     "llama": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64},
@@ -83,7 +80,6 @@ class Work:
     """A model of ``known_models.py``, its flags, the samples of a micro-batch and the micro-batches of a step.
 
     Args:
-        kind: of its layers, in docs/results/triton_kernels.json or among those that ``--compile_layers`` has found.
         config: what is other than the model's.
     """
 
@@ -92,7 +88,6 @@ class Work:
     flags: str
     samples: int
     micro_batches: int
-    kind: str | None = None
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -118,12 +113,12 @@ class Work:
 
 
 WORKS = (
-    Work("GPT-2 124M, 50,257 words", "GPT-2", "--block_size 1024", 16, 32, "gpt2"),
-    Work("GPT-2 124M, 50,304 words", "GPT-2", "--block_size 1024", 16, 32, "gpt2", (("vocab_size", 50304),)),
-    Work("Llama 3.2 1B, autocast", "Llama 3.2 1B", "--block_size 2048", 4, 8, "llama"),
-    Work("Llama 3.2 1B, bfloat16", "Llama 3.2 1B", "--block_size 2048 --dtype bfloat16", 4, 8, "llama, bfloat16"),
-    Work("Llama 3.1 8B, LoRA", "Llama 3.1 8B", "--block_size 2048 --lora --dtype bfloat16", 4, 4, "llama, LoRA"),
-    Work("ViT-B/16", "ViT-B/16", "--image_size 224", 64, 4, "vit"),
+    Work("GPT-2 124M, 50,257 words", "GPT-2", "--block_size 1024", 16, 32),
+    Work("GPT-2 124M, 50,304 words", "GPT-2", "--block_size 1024", 16, 32, (("vocab_size", 50304),)),
+    Work("Llama 3.2 1B, autocast", "Llama 3.2 1B", "--block_size 2048", 4, 8),
+    Work("Llama 3.2 1B, bfloat16", "Llama 3.2 1B", "--block_size 2048 --dtype bfloat16", 4, 8),
+    Work("Llama 3.1 8B, LoRA", "Llama 3.1 8B", "--block_size 2048 --lora --dtype bfloat16", 4, 4),
+    Work("ViT-B/16", "ViT-B/16", "--image_size 224", 64, 4),
     Work("DenseNet-121", "DenseNet-121", "--image_size 224", 64, 4),
 )
 
@@ -147,77 +142,40 @@ class Counting(Target):
         return OfEach(counts)
 
 
-def counts_of(work: Work, task: Task, rates: Target) -> Row:
-    """The counts of a micro-batch under each plan, those of its blocks apart, and the sizes that rows need."""
+def counts_of(work: Work, task: Task, rates: Target, plans: Sequence[str] = COUNTED) -> Row:
+    """The counts of a micro-batch under each plan that the model can have, and the sizes that rows need."""
     estimates = Estimates(task, Launch(target=Counting.of(rates), mixed_precision="bf16"))
+    plans = [plan for plan in plans if plan != "compiled" or has_layers_to_compile(estimates.model)]
+    layout = BatchLayout.of(work.samples, None, 1)
+    torch.compiler.reset()
+    counters.clear()
     with replaced(estimate, "find_repeats", lambda *_: Repeats(())):  # all layers are traced
         measured = estimates.of(
-            BatchLayout.of(work.samples, None, 1),
-            task.losses[-1],
-            lambda workload: [plan_for(strategy, workload.stacks) for strategy in STRATEGIES],
+            layout, task.losses[-1], lambda workload: [plan_for(STRATEGIES[plan], workload.stacks) for plan in plans]
         )
-    blocks = [block for stack in find_stacks(estimates.model) for block in stack.blocks]
+    runs = [run for _, trace in measured.traces for run in trace.seconds]
+    nothing = OfEach([0.0] * 4 * len(CLASSES))
     weights = [weight for weight in estimates.model.parameters() if weight.requires_grad]
-    first = next(part for part in measured.traces[0][1].parts if part.block is not None)
     return {
-        "by_plan": dict(zip(STRATEGIES, (split(trace) for _, trace in measured.traces), strict=True)),
-        "num_blocks": len(blocks),
-        "elements": sum(first.outputs.values()) // torch.float32.itemsize,
+        "by_plan": {plan: sum(run, start=nothing) for plan, run in zip(plans, runs, strict=True)},
+        "graphs": counters["stats"]["unique_graphs"],
+        "model_flops": estimates.model_flops(layout, task.losses[-1]),
         "trained_bytes": sum(weight.nbytes for weight in weights),
         "units": task.micro_batch(1)["input_ids"].numel() if work.recipe == "language_modeling" else 1,
     }
 
 
-def split(trace: StepTrace) -> tuple[OfEach, OfEach]:
-    """The counts of a step in its blocks, and in all of it."""
-    (run,) = trace.seconds
-    forwards = [*(part.forward for part in trace.parts), trace.ends.forward]
-    backwards = sorted(part.backward for part in trace.parts if part.backward is not None)
-    ends = dict(zip(backwards, [*backwards[1:], trace.ends.backward], strict=True))
-    of_blocks: list[OfEach] = []
-    for part, (start, stop) in zip(trace.parts, pairwise(forwards), strict=True):
-        if part.block is not None:
-            of_blocks += run[start:stop]
-            of_blocks += () if part.backward is None else run[part.backward : ends[part.backward]]
-    return added(of_blocks), added(run)
-
-
-def added(counts: Sequence[OfEach]) -> OfEach:
-    """The sum of counts."""
-    return sum(counts, start=OfEach([0.0] * 4 * len(CLASSES)))
-
-
-def compiled(counts: Row, layers: Sequence[Row], rates: Target) -> OfEach:
-    """The counts of a micro-batch whose layers are compiled: all but their products and attention is Triton's.
-
-    Args:
-        layers: the first, and where others are not like it the second.
-    """
-    inside, whole = counts["by_plan"]["none"]
-    fused = OfEach([0.0] * 4)
-    for layer, how_many in ((layers[0], 1), (layers[-1], counts["num_blocks"] - 1)):
-        passes = [layer["forward"], layer["backward"]]
-        num_bytes = counts["elements"] * sum(one["read"] + one["written"] for one in passes)
-        num_bytes += layer["weights"] * sum(one["of_weights"] for one in passes)
-        kernels = sum(one["kernels"] for one in passes)
-        seconds = max(num_bytes / rates.bytes_per_s, kernels * rates.kernel_s)
-        fused += OfEach([kernels, num_bytes, 0.0, seconds]) * how_many
-    eager = OfEach([*[0.0] * 8, *inside[8:]])  # casts and others
-    return whole - eager + OfEach([*[0.0] * 12, *fused])
-
-
-def row_of(work: Work, column: str, counts: Row, micro_batch: OfEach, rates: Target) -> Row:
+def row_of(work: Work, plan: str, counts: Row, micro_batch: OfEach, rates: Target) -> Row:
     """A row: the counts of a micro-batch, and what they predict of a step."""
     by_class = {name: list(micro_batch[4 * place : 4 * place + 4]) for place, name in enumerate(CLASSES)}
     between = OPTIMIZER_PASSES + ADDING_PASSES * (work.micro_batches - 1)
     step_s = work.micro_batches * sum(one[SECONDS] for one in by_class.values())
     step_s += between * counts["trained_bytes"] / rates.bytes_per_s
-    _, whole = counts["by_plan"]["none"]
-    flops = work.micro_batches * sum(whole[4 * place + FLOPS] for place in range(len(CLASSES)))
-    peak_s = flops / rates.flops_per_s["bfloat16"]
+    of_peak = (flops / rates.flops_per_s[precision] for precision, flops in counts["model_flops"].items())
+    peak_s = work.micro_batches * sum(of_peak)
     return {
         "model": work.name,
-        "plan": column,
+        "plan": plan,
         "samples": [work.samples, work.micro_batches],
         "units": work.samples * work.micro_batches * counts["units"],
         "classes": by_class,
@@ -227,38 +185,23 @@ def row_of(work: Work, column: str, counts: Row, micro_batch: OfEach, rates: Tar
     }
 
 
-def rows_of(work: Work, rates: Target, layers: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of a model; none under ``compiled`` where no layer of its form was compiled."""
+def rows_of(work: Work, rates: Target) -> Iterator[Row]:
+    """The rows of a model; none under ``compiled`` where it has no layers that compile."""
     with work.task() as task:
         counts = counts_of(work, task, rates)
-    none, full = (counts["by_plan"][strategy][1] for strategy in STRATEGIES)
+    by_plan = counts["by_plan"]
     steps = json.loads(STEPS.read_text(encoding="utf-8"))["rows"]
     of_adamw = [row for row in steps if (row["recipe"], row["optimizer"]) == (work.recipe, "AdamW")]
     waits = {row["plan"]: row.get("waits") for row in of_adamw}
-    yield row_of(work, "none", counts, none, rates) | {"graphs": 0, "waits": waits["none"]}
-    if work.kind is not None:
-        kinds = layers[work.kind]["layers"]
-        graphs = sum(one["graphs"]["forward"] for one in kinds)
-        yield row_of(work, "compiled", counts, compiled(counts, kinds, rates), rates) | {"graphs": graphs}
-    yield row_of(work, "half", counts, (none + full) * 0.5, rates) | {"graphs": 0, "waits": waits["full"]}
-
-
-def compile_layers(works: Sequence[Work]) -> Row:
-    """The layers of other forms than those of docs/results/triton_kernels.json, by the same compiler."""
-    sys.path.append(str(harness.ROOT / "tests"))
-    layers, models = (import_module(f"triton_kernels.{name}") for name in ("layers", "models"))
-    found = {}
-    for work in works:
-        with TemporaryDirectory() as folder:
-            recipe, flags = models.flags_of(work.known, Path(folder))
-            calls = layers.calls_of(recipe, [*flags, *work.flags.split()], torch.bfloat16)
-        found[work.kind] = {"layers": layers.rows_of(calls, torch.bfloat16, with_code=False)}
-    versions = harness.describe_machine(torch.device("cpu"), "triton", "transformers")["versions"]
-    return {"rows": found, "versions": versions}
+    yield row_of(work, "none", counts, by_plan["none"], rates) | {"graphs": 0, "waits": waits["none"]}
+    if "compiled" in by_plan:
+        yield row_of(work, "compiled", counts, by_plan["compiled"], rates) | {"graphs": counts["graphs"]}
+    half = (by_plan["none"] + by_plan["full"]) * 0.5
+    yield row_of(work, "half", counts, half, rates) | {"graphs": 0, "waits": waits["full"]}
 
 
 def host_ms(work: Work) -> dict[str, float]:
-    """By plan, the processor time of this CPU in a forward and backward of all layers, tiny; of the eager plans."""
+    """By plan, the processor time of this CPU in a forward and backward of all layers, tiny."""
     kind = work.known.config.get("model_type")
     if kind is None:
         return {}
@@ -267,17 +210,27 @@ def host_ms(work: Work) -> dict[str, float]:
     with small.task(*TINY_ROWS[work.recipe].split()) as task:
         real = RandomData(**vars(build(task, "bf16")))
     micro_batch, found = partial(add_gradients, real, real.batch(1)), {}
-    for plan in ("none", "half"):
-        with apply_plan(real.model, plan_blocks(real.model, RUN_AS[plan])):
-            found[plan] = processor_ms(micro_batch)
+    for plan in ("none", "compiled", "half"):
+        with apply_plan(real.model, plan_blocks(real.model, STRATEGIES[plan])):
+            found[plan] = least_ms(micro_batch)
     return found
+
+
+def least_ms(call: Callable[[], Any]) -> float:
+    """The processor time of a call, the least of ``HOST_ROUNDS``: other work on the machine lengthens it."""
+    seconds = []
+    for _ in range(WARM_UP + HOST_ROUNDS):
+        began = time.process_time()
+        call()
+        seconds.append(time.process_time() - began)
+    return 1000 * min(seconds[WARM_UP:])
 
 
 def measured_recipe(work: Work, plan: str) -> Row:
     """Steps of the recipe under a plan, on the device that is here."""
     with work.task() as task, harness.this_device():
         real = RandomData(**vars(build(task, "bf16")))
-    with apply_plan(real.model, plan_blocks(real.model, RUN_AS[plan])):
+    with apply_plan(real.model, plan_blocks(real.model, STRATEGIES[plan])):
         step = partial(real.step, work.samples * work.micro_batches, work.samples)
         return figures_of(step, partial(add_gradients, real, real.batch(work.samples)), work.micro_batches)
 
@@ -306,14 +259,17 @@ def page_of(rows: Sequence[Row], rates: Target, machine: Row) -> str:
         "*casts* change the dtype of activations and weights, *others* are norms, activations, sums and the loss. "
         "Nothing here was measured on a GPU. Milliseconds and MFU are **predicted** for an H100 whose host takes no "
         "time, by the rates of `core/costs/cards.json`, fitted to one run and checked by another "
-        f"([the planner](../planner.md)): {rates.shares.run}. `compiled`: products and attention as "
-        "under `none`, all else in the layers from [triton_kernels](triton_kernels.md) or compiled in the same way, "
-        "with the loss outside of them eager. `half`: every second block recomputed, eager (the mean of `none` and "
-        "`full`). DenseNet's blocks are in sequence, and no plan compiles such. *Graphs* are those of the layers. "
-        "*Waits* of the host for the device in a step are the recipe's, from [step_counts](step_counts.md), under "
-        "`none` and `full`; nothing compiles there. *Host* is processor time of the CPU that counted "
-        f"({machine['device']}), not measured beside a GPU: a forward and backward of as many layers, so small that "
-        "hardly anything but the launch takes time, eager. "
+        f"([what the seconds mean](../design/predictions.md#what-the-seconds-mean)): {rates.shares.run}. `compiled`: "
+        "layers, and the loss of a language model, as torch's compiler fuses them for `memsave plan`; their casts are "
+        "parts of *others*. [triton_kernels](triton_kernels.md) has the code that it writes for such layers. `half`: "
+        "every second block recomputed, eager (the mean of `none` and `full`). DenseNet's blocks are in sequence, and "
+        "no plan compiles such. *Graphs* are those of the layers and of the loss. *Waits* of the host for the device "
+        "in a step are the recipe's, from [step_counts](step_counts.md), under `none` and `full`. They are counted on "
+        "a stand-in for CUDA, for which nothing compiles, so those of `compiled` are not known. *Host* is processor "
+        f"time of the CPU that counted ({machine['device']}), not measured beside a GPU: a forward and backward of as "
+        "many layers, so small that launching takes most of it. Compiled layers run C++ there, which needs no launcher "
+        f"of Triton's, and the loss is eager. The least of {HOST_ROUNDS} such times; other work, which lengthens them, "
+        f"kept {machine['busy_with_others']:.1f} of {machine['num_cpus']} CPUs busy. "
         f"Versions: {named}.\n\n{harness.markdown_table(HEADINGS, map(cells, rows))}"
     )
 
@@ -339,38 +295,30 @@ def main(args: Sequence[str] | None = None) -> None:
     """Count all rows, and measure them where there is a GPU."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--counts", action="store_true", help="count alone, for an H100; so it is where no GPU is")
-    parser.add_argument("--compile_layers", action="store_true", help="compile layers for docs/results/mfu.json alone")
     flags = harness.read_flags(parser, args)
-    layers = json.loads(TRITON.read_text(encoding="utf-8"))["rows"]
-    own = json.loads(OWN.read_text(encoding="utf-8"))
     works = WORKS[: 1 if flags.quick else None]
-    if flags.compile_layers:
-        others = [work for work in WORKS if work.kind not in (None, *layers)]
-        harness.write_results(flags.output_dir, OWN.stem, own | {"layers": compile_layers(others)})
-        return
-    layers |= own["layers"]["rows"]
     if flags.counts or not torch.cuda.is_available():
         if not flags.counts:
             print("no GPU is here to measure on: counting alone, as with --counts")
-        count(works, layers, own["layers"], flags.output_dir)
+        count(works, flags.output_dir)
     else:
-        measure(works, layers, flags.output_dir)
+        measure(works, flags.output_dir)
 
 
-def count(works: Sequence[Work], layers: Mapping[str, Any], own_layers: Row, folder: Path) -> None:
+def count(works: Sequence[Work], folder: Path) -> None:
     """Write the page of counts."""
     torch.set_num_threads(1)
-    rates, rows = find_target(CARD).calibrated, []
+    rates, rows, other_work = find_target(CARD).calibrated, [], harness.OtherWork()
     for work in works:
         of_host = {} if torch.cuda.is_available() else host_ms(work)
-        for row in rows_of(work, rates, layers):
+        for row in rows_of(work, rates):
             rows.append(row | ({"host_ms": of_host[row["plan"]]} if row["plan"] in of_host else {}))
-    machine = harness.describe_machine(torch.device("cpu"), "transformers")
-    results = {"card": CARD, "rows": rows, "layers": own_layers, **machine}
-    harness.write_results(folder, OWN.stem, results, page_of(rows, rates, machine))
+    machine = {**harness.describe_machine(torch.device("cpu"), "transformers"), **other_work.figures()}
+    results = {"card": CARD, "rows": rows, **machine}
+    harness.write_results(folder, "mfu", results, page_of(rows, rates, machine))
 
 
-def measure(works: Sequence[Work], layers: Mapping[str, Any], folder: Path) -> None:
+def measure(works: Sequence[Work], folder: Path) -> None:
     """Write the page of this GPU, again after each row."""
     is_stand_in = kind_of_machine(is_tiny=False) == STAND_IN
     rates = find_target(CARD if is_stand_in else "cuda").calibrated
@@ -378,7 +326,7 @@ def measure(works: Sequence[Work], layers: Mapping[str, Any], folder: Path) -> N
     machine = harness.describe_machine(harness.this_device(), "triton", "transformers")
     rows: list[Row] = []
     for work in works:
-        for row in with_measured(work, list(rows_of(work, rates, layers))):
+        for row in with_measured(work, list(rows_of(work, rates))):
             rows.append(row)
             page = measured_page_of(rows, rates.name, machine, is_stand_in=is_stand_in)
             harness.write_results(folder, name, {"card": rates.word, "rows": rows, **machine}, page)

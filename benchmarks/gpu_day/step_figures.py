@@ -1,6 +1,5 @@
 """What steps take on the device that is here: seconds, memory, graphs, and kernels by class."""
 
-import time
 from collections.abc import Callable, Sequence
 from math import ceil
 from statistics import median
@@ -18,7 +17,7 @@ from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.core.text import format_bytes
 
 CLASSES = ("products", "attention", "casts", "others")
-HOST_ROUNDS, STEPS = 40, 3
+STEPS = 3
 HAVE_FLOPS = frozenset(map(str, flop_registry))
 STAND_IN_REMARK = "The device is a stand-in for CUDA: **no figure here is a GPU's**. "
 Row = dict[str, Any]
@@ -49,16 +48,6 @@ class RandomData(Real):
 def add_gradients(real: Real, batch: Batch) -> None:
     """A forward and a backward."""
     real.accelerator.backward(real.task.loss_of(real.trained, batch) / real.task.run.global_batch_size)
-
-
-def processor_ms(call: Callable[[], Any]) -> float:
-    """What a call takes of this process's CPUs, the median of ``HOST_ROUNDS``."""
-    seconds = []
-    for _ in range(WARM_UP + HOST_ROUNDS):
-        began = time.process_time()
-        call()
-        seconds.append(time.process_time() - began)
-    return 1000 * median(seconds[WARM_UP:])
 
 
 def figures_of(step: Callable[[], Any], micro_batch: Callable[[], Any], micro_batches: int) -> Row:
