@@ -1,13 +1,16 @@
-"""Sixty models that people train, for the page of ``memsave fit``: sizes of each from its config.json on the Hub.
+"""Models that people train, for the page of ``memsave fit``: sizes of each from its config.json on the Hub.
 
 Entries that change no size are left out. ``parameters_m`` is the known count of the model, in millions, that the sizes
 have to give within 1 %: ``tests/benchmarks/test_fit_page.py``.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import known_processors
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,16 @@ class KnownModel:
         word: its id on the Hub; of a network that ``memsave`` has itself, its name there.
         parameters_m: in millions.
         config: empty for a network of ``memsave``.
+        make_processor: of a model of images and text.
+        flags: for ``memsave fit``.
     """
 
     name: str
     word: str
     parameters_m: float
     config: dict[str, Any]
+    make_processor: Callable[[], Any] | None = None
+    flags: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> str:
         """The word for ``memsave fit`` without the Hub: a folder below ``folder``, or the network's name."""
@@ -31,7 +38,12 @@ class KnownModel:
             return self.word
         path = folder / self.word
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.config, indent=1), encoding="utf-8")
+        entries = self.config
+        if self.make_processor is not None:
+            processor = self.make_processor()
+            processor.save_pretrained(path)
+            entries = entries | known_processors.ids_of(processor, entries)
+        (path / "config.json").write_text(json.dumps(entries, indent=1), encoding="utf-8")
         return str(path)
 
 
@@ -132,6 +144,33 @@ _BERT: dict[str, Any] = {
     **{"intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512},
 }
 
+_ROPE_OF_QWEN = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_QWEN3_VL: dict[str, Any] = {
+    **{"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": True},
+    "text_config": {
+        **_qwen3(2560, 9728, 36, 32, tied=True),
+        **{"model_type": "qwen3_vl_text", "rope_parameters": _ROPE_OF_QWEN, "max_position_embeddings": 262144},
+    },
+    "vision_config": {
+        **{"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16},
+        **{"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 2560},
+        **{"num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]},
+    },
+}
+_SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+_GEMMA3_OF_IMAGES: dict[str, Any] = {
+    **{"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256},
+    "text_config": _gemma3((262208, 2560, 10240, 34, 8, 4), 131072, 1024),
+    "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP, "image_size": 896, "patch_size": 14}
+    | {"vision_use_head": False},
+}
+_SMOLVLM: dict[str, Any] = {
+    **{"model_type": "smolvlm", "architectures": ["SmolVLMForConditionalGeneration"], "scale_factor": 3},
+    **{"tie_word_embeddings": False, "text_config": _llama((49155, 2048, 8192, 24, 32, 32), 16384)},
+    "vision_config": {"model_type": "smolvlm_vision", **_SIGLIP, "image_size": 384, "patch_size": 14},
+}
+MILLION_PIXELS = ("--max_pixels", "1000000")
+
 MODELS = tuple(
     KnownModel(*one)
     for one in (
@@ -202,6 +241,9 @@ MODELS = tuple(
         ),
         ("Gemma 3 270M", "google/gemma-3-270m", 268.1, _gemma3((262144, 640, 2048, 18, 4, 1), 32768, 512)),
         ("Gemma 3 1B", "google/gemma-3-1b-pt", 999.9, _gemma3((262144, 1152, 6912, 26, 4, 1), 32768, 512)),
+        ("Gemma 3 4B", "google/gemma-3-4b-it", 4300.1, _GEMMA3_OF_IMAGES, known_processors.gemma3),
+        ("SmolVLM 2.2B", "HuggingFaceTB/SmolVLM-Instruct", 2246.3, _SMOLVLM, known_processors.smolvlm),
+        ("Qwen3-VL 4B", "Qwen/Qwen3-VL-4B-Instruct", 4437.8, _QWEN3_VL, known_processors.qwen3_vl, MILLION_PIXELS),
         ("Yi 1.5 9B", "01-ai/Yi-1.5-9B", 8829.4, _llama((64000, 4096, 11008, 48, 32, 4), 4096)),
         ("Yi 1.5 34B", "01-ai/Yi-1.5-34B", 34388.9, _llama((64000, 7168, 20480, 60, 56, 8), 4096)),
         ("Gemma 2 2B", "google/gemma-2-2b", 2614.3, _gemma2((256000, 2304, 9216, 26, 8, 4), 256)),

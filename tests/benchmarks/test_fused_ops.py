@@ -12,12 +12,12 @@ RESULTS = json.loads((Path(__file__).parents[2] / "docs/results/fused_ops.json")
 @pytest.mark.parametrize("name", ["GPT-2", "SmolLM2 135M", "VGG16"])
 def test_a_row_is_what_is_counted(load, name, fused_ops):
     benchmark = load("fused_ops")
-    (model,) = (one for one in benchmark.known_models.MODELS if one.name == name)
+    (model,) = (one for one in benchmark.MODELS if one.name == name)
     assert benchmark.of_a_layer(model, fused_ops) == RESULTS[name][fused_ops]
 
 
 def test_fused_operators_never_move_more(load):
-    assert len(RESULTS) == len(load("fused_ops").known_models.MODELS)
+    assert len(RESULTS) == len(load("fused_ops").MODELS)
     for row in RESULTS.values():
         less = row["auto"]["bytes"] < row["none"]["bytes"]
         assert less if row["auto"]["fused"] else row["auto"]["bytes"] == row["none"]["bytes"]

@@ -62,6 +62,16 @@ def test_checkpointing_changes_memory_and_nothing_else(train, tmp_path, small, p
     assert_the_same_weights(tmp_path / "run" / "final", plain / "final")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_fused_operators_keep_the_losses_of_200_steps(run_once, text_file, model_type):
+    flags = [*SHORT, "--train_file", text_file, *scratch(model_type), "--max_steps", "200", "--learning_rate", "0.001"]
+    fused, written = (curve(run_once(*flags, "--fused_ops", fused_ops)) for fused_ops in ("auto", "none"))
+    assert len(fused) == 200
+    assert (fused != written) is (model_type == "gpt2")  # on a CPU a norm is the same operators
+    assert fused == pytest.approx(written, abs=1e-4)
+
+
 @pytest.mark.parametrize("flags", [["--micro_batch_size", "1"], ["--loss", "chunked"]])
 def test_the_geometry_and_the_kind_of_loss_do_not_change_the_curve(train, tmp_path, small, plain, flags):
     train(*small, "--dtype", "float64", *flags)

@@ -57,6 +57,15 @@ def test_the_same_launch_with_fused_operators():
     assert candidate.peak_bytes < 8.5 * GIB
 
 
+@pytest.mark.compiles_ahead
+def test_the_same_launch_with_compiled_layers():
+    candidate, speed = planned(GPT2.replace("full", "chunked:8192"), "h100")
+    assert candidate.forecast.plan.compiled
+    assert 1000 * candidate.step_s == pytest.approx(126, abs=0.5)
+    assert 1000 * speed.bound_s == pytest.approx(79, abs=0.5)
+    assert candidate.peak_bytes < 8.5 * GIB
+
+
 def test_the_share_of_the_peak_is_what_the_measured_run_had():
     _, speed = planned(f"{GPT2} --fused_ops none", "h100")
     assert speed.mfu_pct == pytest.approx(13.7, abs=0.15)
