@@ -27,6 +27,7 @@ HOST = torch.device("cpu")
 CARD = torch.device("cuda", 0)
 READS_ON_HOST = "memsave"
 """The namespace of operators that take the ends of documents, which stay on the host."""
+HEURISTICS = re.compile(r"^@triton_heuristics\.(\w+)\($", re.M)
 LIBRARY_CALL = re.compile(r"\bextern_kernels\.\w+\(|\btorch\.ops\.[\w.]+\(")
 
 
@@ -51,6 +52,11 @@ class Kernel:
     source: str
     calls: int
     traffic: Traffic
+
+    @property
+    def kind(self) -> str:
+        """Its class by inductor: ``pointwise``, ``reduction``, ``persistent_reduction`` or what a later one has."""
+        return HEURISTICS.findall(self.source)[0]
 
 
 @dataclass(frozen=True)

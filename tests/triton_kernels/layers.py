@@ -7,7 +7,8 @@ weights: their casts, and second passes of sums. What grows is linear in tokens,
 the layer's input: "12 x width" bytes of a token.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from triton_kernels.card import CARDS, compile_kernel
-from triton_kernels.graphs import CompiledGraph, compiling_for
+from triton_kernels.card import CARDS, Card, compile_kernel
+from triton_kernels.graphs import CompiledGraph, Kernel, compiling_for
 
 from memsave_recipes.core.activations import find_stacks
 from memsave_recipes.core.activations.block_state import is_cache
@@ -150,21 +151,50 @@ def _of_pass(graph: CompiledGraph, call: LayerCall, num_weights: int) -> Row:
     elements = call.hidden.numel()
     growing = [one for one in graph.kernels if any(number % call.samples == 0 for number in one.traffic.elements)]
     others = [kernel for kernel in graph.kernels if kernel not in growing]
+    return {**of_graph(graph, growing, elements), "of_weights": _bytes(others, num_weights)}
+
+
+def of_graph(graph: CompiledGraph, growing: Sequence[Kernel], elements: int) -> Row:
+    """Kernels of a graph, also by class, and the bytes that those of ``growing`` move for each of ``elements``."""
+    moved = by_class(growing)
     return {
         "kernels": sum(kernel.calls for kernel in graph.kernels),
         "library_calls": graph.library_calls,
-        "read": round(sum(kernel.calls * kernel.traffic.read_bytes for kernel in growing) / elements, 2),
-        "written": round(sum(kernel.calls * kernel.traffic.written_bytes for kernel in growing) / elements, 2),
-        "of_weights": round(sum(kernel.calls * kernel.traffic.num_bytes for kernel in others) / num_weights, 2),
+        "read": _bytes(growing, elements, "read_bytes"),
+        "written": _bytes(growing, elements, "written_bytes"),
+        "classes": {
+            kind: {
+                "kernels": sum(kernel.calls for kernel in alike),
+                "bytes": _bytes(moved.get(kind, ()), elements),
+            }
+            for kind, alike in by_class(graph.kernels).items()
+        },
     }
 
 
+def _bytes(kernels: Iterable[Kernel], number: int, which: str = "num_bytes") -> float:
+    return round(sum(kernel.calls * getattr(kernel.traffic, which) for kernel in kernels) / number, 2)
+
+
+def by_class(kernels: Iterable[Kernel]) -> dict[str, list[Kernel]]:
+    found = defaultdict(list)
+    for kernel in kernels:
+        found[kernel.kind].append(kernel)
+    return dict(sorted(found.items()))
+
+
 def machine_code(graphs: Sequence[CompiledGraph]) -> Row:
-    """By architecture, the most registers of a thread and the bytes that spill, over all kernels."""
-    kernels = {kernel.source: kernel.name for graph in graphs for kernel in graph.kernels}
-    found = {}
-    for card in CARDS.values():
-        codes = [compile_kernel(name, source, card) for source, name in kernels.items()]
-        registers, spilled = zip(*((code.registers, code.spilled_bytes) for code in codes), strict=True)
-        found[f"sm_{card.architecture}"] = {"registers": max(registers), "spilled_bytes": sum(spilled)}
-    return found
+    """By architecture and class, the most registers of a thread and the bytes that spill, over all kernels."""
+    kernels = {kernel.source: kernel for graph in graphs for kernel in graph.kernels}
+    return {
+        f"sm_{card.architecture}": {kind: _code_of(alike, card) for kind, alike in by_class(kernels.values()).items()}
+        for card in CARDS.values()
+    }
+
+
+def _code_of(kernels: Sequence[Kernel], card: Card) -> Row:
+    codes = [compile_kernel(kernel.name, kernel.source, card) for kernel in kernels]
+    return {
+        "registers": max(code.registers for code in codes),
+        "spilled_bytes": sum(code.spilled_bytes for code in codes),
+    }

@@ -1,6 +1,6 @@
 """The models whose layers are compiled: one of a type on the page of ``memsave fit``.
 
-Models of a type have the same layers, of other widths.
+Models of a type have the same layers, of other widths and heads; DINOv2 giant's MLP is another one.
 """
 
 import sys
@@ -32,7 +32,10 @@ CHOSEN = {
     "convnext": "ConvNeXt-T",
     "resnet": "ResNet-50",
 }
-"""By type: all that the page has but VGG and DenseNet, whose blocks are in sequence and never compiled."""
+"""By type: all that the page has but ``OF_IMAGES_AND_TEXT``, and VGG and DenseNet, whose blocks are in sequence and
+never compiled."""
+OF_IMAGES_AND_TEXT = {"gemma3", "smolvlm", "qwen3_vl"}
+"""Types that read values of their inputs in a forward, which fake tensors do not have."""
 LENGTH = 1024
 MOST_LAYERS = 7
 """As many layers have one of each kind; the others have the kernels of these."""
@@ -44,6 +47,15 @@ def model_of_types() -> dict[str, KnownModel]:
     """By type, one of its models."""
     named = {model.name: model for model in MODELS}
     return {kind: named[name] for kind, name in CHOSEN.items()}
+
+
+def larger_than_smallest() -> list[str]:
+    """The chosen models that are not the smallest of their types."""
+    least: dict[str, float] = {}
+    for model in MODELS:
+        if kind := model.config.get("model_type"):
+            least[kind] = min(model.parameters_m, least.get(kind, model.parameters_m))
+    return [model.name for kind, model in model_of_types().items() if model.parameters_m > least[kind]]
 
 
 def flags_of(model: KnownModel, folder: Path) -> tuple[str, list[str]]:

@@ -4,67 +4,176 @@ Given the rows of a run, it first keeps them in the JSON file beside the page, w
 """
 
 import json
+import os
 import sys
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
-from triton_kernels.models import model_of_types
+from triton_kernels.models import MODELS, larger_than_smallest, model_of_types
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "triton_kernels.json"
-HEADINGS = (
+LOSS = "loss"
+PASSES = ("forward", "backward")
+CLASSES = ("pointwise", "reduction", "persistent_reduction")
+_OF_CLASSES = [
+    cell for kind in CLASSES for cell in (f"{kind.replace('_', ' ')}: kernels", "bytes", "registers: sm_80, sm_90")
+]
+HEADINGS = [
     *("model", "layer", "width", "saved", "forward: kernels", "read", "written"),
-    *("backward: kernels", "read", "written", "casts of weights", "registers (spilled), sm_80", "sm_90"),
-)
-INTRODUCTION = """Counted by `make test-triton`: layers of models of the page of `memsave fit`, one of a type,
-under the plan `compiled:1` and bfloat16 autocast, by torch's compiler for cards that are not there. No figure was
-measured on a card. Inductor writes the kernels for an H100. Triton and ptxas make machine code of them for an A100
-(sm_80) and an H100 (sm_90), of each in its first configuration. VGG and DenseNet are not here: plans compile no blocks
-in sequence.
+    *("backward: kernels", "read", "written", "casts of weights"),
+]
+HEADINGS_OF_CLASSES = ["model", "layer", "width", *_OF_CLASSES]
+HEADINGS_OF_LOSS = ["vocabulary", "soft cap", "read", "written", *_OF_CLASSES]
+COLUMNS = 120
+INTRODUCTION = """
+Counted by `make test-triton`: layers of models of the page of `memsave fit`, and the loss, by torch's compiler for
+cards that are not there. No figure was measured on a card. Layers are under the plan `compiled:1` and bfloat16
+autocast. Inductor writes the kernels for an H100. Triton and ptxas make machine code of them for an A100 (sm_80) and an
+H100 (sm_90), of each in its first configuration. Versions: {versions}.
 
+These {chosen} models, one of a type, stand for the {models} on that page whose layers plans compile, because models of
+a type have the same layers with other widths and heads. Each is the smallest of its type, but for {larger}. Bytes
+depend on the widths of MLPs and heads beside the layer's; which reductions are persistent, registers and spills depend
+on the layer's own. So those of the other models are not known. DINOv2 giant has another MLP, which is not here. Neither
+are VGG and DenseNet: plans compile no blocks in sequence. Models of images and text are not here either: how they run
+depends on values of their inputs, and these layers are traced without any.
+
+No optimizer has a row, because inductor compiles none. AdamW and SGD are torch's fused ones: CUDA kernels of ATen,
+compiled when torch was built. 8-bit AdamW is CUDA, too, of bitsandbytes. All others call ATen's operators one by one.
+
+Triton's interpreter (`TRITON_INTERPRET=1`) cannot run such kernels instead of a card: it fails at `libdevice.rsqrt` and
+`libdevice.tanh`, and cuts float32 to bfloat16 where a card rounds, as `tests/triton_kernels/test_interpreter.py` shows.
+"""
+OF_LAYERS = """
 A model has a row for each form of its layers: weights of other sizes, or an input of another shape or dtype. *Saved*,
 *read* and *written* are bytes for each element of the layer's input: what the forward leaves for the backward besides
 its inputs, and what Triton's kernels move by inductor's own estimate. Kernels are Triton's and, after the +, calls of
 libraries, such as products, convolutions and attention; what libraries move is not counted. Of layers that take several
 graphs, as those of Swin with and without shifted windows, these are of the first one. *Casts of weights* are bytes for
 each weight in a forward and a backward, with the last steps of sums over all tokens, which are most of them where
-weights are few. Registers are the most of a thread in any kernel, *spilled* the bytes of all kernels that did not fit:
-on an A100, of two layers of Swin and one of ResNet.
-
-Triton's interpreter (`TRITON_INTERPRET=1`) ran a cast and a sum of GPT-2's on CPU tensors, without inductor's parts;
-it fails at `libdevice.rsqrt` and `libdevice.tanh`, and cuts float32 to bfloat16 where a card rounds.
-Versions: {versions}.
+weights are few.
+"""
+OF_CLASSES = """
+The same layers, by class of Triton's kernels: *pointwise* ones sum nothing, a *persistent reduction* holds all that it
+sums in registers, any other *reduction* sums in a loop. Kernels are those of a forward and a backward, and bytes all
+that they read and write but casts of weights. What a kernel reads in two loops counts once. *Registers* are the most of
+a thread in any kernel of all graphs, with the bytes in brackets that did not fit into them. {spills}
+"""
+OF_LOSS = """
+A chunk of the loss, compiled, by the size of the vocabulary: bytes for each logit, of the padded ones where the
+vocabulary is no multiple of 64. The products with the head are calls of a library, between which this runs.
 """
 
 
+def keep(name: str, rows: Any) -> None:
+    """Leave rows for the page, if the run names a folder for them."""
+    if folder := os.environ.get("TRITON_ROWS"):
+        path = Path(folder, f"{name}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows), encoding="utf-8")
+
+
 def kept(folder: Path, names: dict[str, str]) -> dict:
-    """The rows of a run, by type."""
-    rows = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    """The rows of a run, by type, and those of the loss."""
     return {
         "versions": {name: version(name).partition("+")[0] for name in ("torch", "triton", "transformers")},
-        "rows": {kind: {"model": names[kind], "layers": layers} for kind, layers in rows.items()},
+        "rows": {kind: {"model": names[kind], "layers": layers} for kind, layers in _read(folder).items()},
+        LOSS: list(_read(folder / LOSS).values()),
     }
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def page_of(results: dict) -> str:
     """The page."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS)]
+    layers = [(row["model"], layer) for row in results["rows"].values() for layer in row["layers"]]
+    chosen = model_of_types()
+    introduction = INTRODUCTION.format(
+        versions=", ".join(f"{name} {number}" for name, number in results["versions"].items()),
+        chosen=len(chosen),
+        models=sum(model.config.get("model_type") in chosen for model in MODELS),
+        larger=" and ".join(larger_than_smallest()),
+    )
+    parts = [
+        *paragraphs(introduction),
+        *("## Layers", *paragraphs(OF_LAYERS)),
+        table(HEADINGS, [cells_of(*one) for one in layers]),
+        *("## Classes of kernels", *paragraphs(OF_CLASSES.format(spills=spills_of(results)))),
+        table(HEADINGS_OF_CLASSES, [cells_by_class(*one) for one in layers]),
+        *("## The loss", *paragraphs(OF_LOSS)),
+        table(HEADINGS_OF_LOSS, [cells_of_loss(row) for row in results[LOSS]]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs of a text, in lines of a page."""
+    return [fill(one, COLUMNS, break_long_words=False, break_on_hyphens=False) for one in text.strip().split("\n\n")]
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *rows))
+
+
+def spills_of(results: dict) -> str:
+    """A sentence for each architecture: which rows have kernels that spill."""
+    found: dict[str, list[str]] = {}
+    for name, row in _named(results):
+        for architecture, classes in row["machine_code"].items():
+            spilled = sum(code["spilled_bytes"] for code in classes.values())
+            found.setdefault(architecture, []).extend([f"{name} ({spilled} bytes)"] if spilled else [])
+    return " ".join(
+        f"On {architecture} kernels spill in {', '.join(places)}." if places else f"On {architecture} no kernel spills."
+        for architecture, places in found.items()
+    )
+
+
+def _named(results: dict) -> Iterator[tuple[str, dict]]:
     for row in results["rows"].values():
-        lines += [cells_of(row["model"], layer) for layer in row["layers"]]
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{INTRODUCTION.format(versions=versions)}\n{table}\n"
+        for layer in row["layers"]:
+            yield f"{row['model']} of width {layer['width']}", layer
+    for row in results[LOSS]:
+        yield f"the loss of {row['words']:,} words", row
 
 
 def cells_of(model: str, row: dict) -> list[str]:
-    passes = [row[name] for name in ("forward", "backward")]
+    passes = [row[name] for name in PASSES]
     of_passes = [
         cell
         for one in passes
         for cell in (f"{one['kernels']} + {one['library_calls']}", f"{one['read']:g}", f"{one['written']:g}")
     ]
-    registers = [f"{code['registers']} ({code['spilled_bytes']})" for code in row["machine_code"].values()]
     of_weights = f"{sum(one['of_weights'] for one in passes):.3g}"
-    return [model, row["layer"], str(row["width"]), f"{row['saved']:g}", *of_passes, of_weights, *registers]
+    return [model, row["layer"], str(row["width"]), f"{row['saved']:g}", *of_passes, of_weights]
+
+
+def cells_by_class(model: str, row: dict) -> list[str]:
+    of_classes = _cells_of_classes([row[name] for name in PASSES], row["machine_code"])
+    return [model, row["layer"], str(row["width"]), *of_classes]
+
+
+def cells_of_loss(row: dict) -> list[str]:
+    softcap = "none" if row["softcap"] is None else f"{row['softcap']:g}"
+    of_classes = _cells_of_classes([row], row["machine_code"])
+    return [f"{row['words']:,}", softcap, f"{row['read']:g}", f"{row['written']:g}", *of_classes]
+
+
+def _cells_of_classes(graphs: Sequence[dict], machine_code: dict) -> Iterator[str]:
+    for kind in CLASSES:
+        of_kind = [graph["classes"][kind] for graph in graphs if kind in graph["classes"]]
+        codes = [classes[kind] for classes in machine_code.values() if kind in classes]
+        yield str(sum(one["kernels"] for one in of_kind))
+        yield f"{sum(one['bytes'] for one in of_kind):.4g}"
+        yield ", ".join(map(_registers, codes)) or "-"
+
+
+def _registers(code: dict) -> str:
+    return f"{code['registers']} ({code['spilled_bytes']})" if code["spilled_bytes"] else str(code["registers"])
 
 
 def main(*folder: str) -> None:

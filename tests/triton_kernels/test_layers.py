@@ -1,8 +1,6 @@
 """Every layer that a plan compiles, by torch's real compiler for cards that are not there: as few bytes as ever."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,31 +10,12 @@ from triton_kernels.card import why_not
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 from triton_kernels.layers import calls_of, rows_of  # noqa: E402
+from triton_kernels.limits import check_layers  # noqa: E402
 from triton_kernels.models import flags_of, model_of_types  # noqa: E402
-from triton_kernels.page import RESULTS  # noqa: E402
+from triton_kernels.page import RESULTS, keep  # noqa: E402
 
 MODELS = model_of_types()
 SAMPLE = ("gpt2", "llama")
-ROOM = 1.02
-"""What bytes and registers may be above those of the page: another version of torch cuts sums elsewhere."""
-
-
-def check(rows, expected):
-    """Layers as those of the page, with no more graphs, kernels, bytes and registers, of which none spills."""
-    assert [row["layer"] for row in rows] == [row["layer"] for row in expected]
-    for row, limit in zip(rows, expected, strict=True):
-        assert row["graphs"] == limit["graphs"]
-        for name in row["graphs"]:
-            of_pass, of_limit = row[name], limit[name]
-            moved, most = (one["read"] + one["written"] for one in (of_pass, of_limit))
-            assert moved <= ROOM * most, f"{name}: {moved} bytes an element, {most} on the page"
-            assert of_pass["kernels"] <= of_limit["kernels"], name
-            assert of_pass["library_calls"] <= of_limit["library_calls"], name
-        assert row["saved"] <= ROOM * limit["saved"]
-        for architecture, code in row["machine_code"].items():
-            of_limit = limit["machine_code"][architecture]
-            assert code["spilled_bytes"] <= of_limit["spilled_bytes"], architecture
-            assert code["registers"] <= ROOM * of_limit["registers"], architecture
 
 
 def expected(kind):
@@ -49,10 +28,8 @@ def expected(kind):
 )
 def test_layers_take_no_more_than_on_the_page(kind, tmp_path):
     rows = rows_of(calls_of(*flags_of(MODELS[kind], tmp_path), torch.bfloat16), torch.bfloat16)
-    if folder := os.environ.get("TRITON_ROWS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"{kind}.json").write_text(json.dumps(rows), encoding="utf-8")
-    check(rows, expected(kind))
+    keep(kind, rows)
+    check_layers(rows, expected(kind))
 
 
 def test_a_smaller_ratio_saves_less_and_computes_more(tmp_path):
@@ -91,7 +68,7 @@ def test_a_layer_that_does_not_fuse_fails(activation, fits, tmp_path):
     calls[0].layer.mlp.act = activation
     rows = rows_of(calls, torch.bfloat16, with_code=False)
     if fits:
-        check(rows, expected("gpt2"))
+        check_layers(rows, expected("gpt2"))
     else:
         with pytest.raises(AssertionError, match="bytes an element"):
-            check(rows, expected("gpt2"))
+            check_layers(rows, expected("gpt2"))
