@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from lives import write_rows
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -118,6 +119,24 @@ def png(*size: int, seed: int = 0) -> bytes:
     file = BytesIO()
     picture(*size, seed=seed).save(file, "PNG")
     return file.getvalue()
+
+
+def rows_with_images(folder):
+    """Conversations of one image, of two, and of none."""
+    for number in range(6):
+        (folder / f"{number}.png").write_bytes(png(24 + 8 * number, 90 - 8 * number, seed=number))
+    rows = []
+    for number in range(40):
+        places = [{"type": "image", "path": f"{(number + at) % 6}.png"} for at in range(number % 3)]
+        asked = [*places, {"type": "text", "text": f"What is in {number} ?"}]
+        replies = [
+            {"role": "assistant", "content": "red " * (number % 4 + 1)},
+            {"role": "assistant", "content": "blue"},
+        ]
+        rows.append(
+            {"messages": [{"role": "user", "content": asked}, replies[0], {"role": "user", "content": "?"}, replies[1]]}
+        )
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def make_processor(model_type: str, *, marks: bool = False) -> Any:

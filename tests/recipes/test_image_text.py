@@ -10,8 +10,8 @@ import image_text_models
 import pytest
 import torch
 import torch.nn.functional as F
-from image_text_models import TOKENS, make_processor, png
-from lives import assert_the_same_run, curve, write_rows
+from image_text_models import TOKENS, make_processor
+from lives import assert_the_same_run, curve
 from safetensors.torch import load_file
 from samples import sample
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -36,27 +36,9 @@ TOLERANCES = {"gemma3": 1e-6}
 """Beside 1e-12: its norms are in float32, whatever the dtype."""
 
 
-def rows_with_images(folder):
-    """Conversations of one image, of two, and of none."""
-    for number in range(6):
-        (folder / f"{number}.png").write_bytes(png(24 + 8 * number, 90 - 8 * number, seed=number))
-    rows = []
-    for number in range(40):
-        places = [{"type": "image", "path": f"{(number + at) % 6}.png"} for at in range(number % 3)]
-        asked = [*places, {"type": "text", "text": f"What is in {number} ?"}]
-        replies = [
-            {"role": "assistant", "content": "red " * (number % 4 + 1)},
-            {"role": "assistant", "content": "blue"},
-        ]
-        rows.append(
-            {"messages": [{"role": "user", "content": asked}, replies[0], {"role": "user", "content": "?"}, replies[1]]}
-        )
-    return write_rows(folder / "rows.jsonl", rows)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return rows_with_images(tmp_path_factory.mktemp("data"))
+    return image_text_models.rows_with_images(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module", params=sample(["llava"], TOKENS))

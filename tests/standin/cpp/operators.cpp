@@ -265,6 +265,17 @@ std::tuple<Tensor, Tensor> conv_depthwise2d_backward(const Tensor& grad, const T
   return {back(of_self), back(of_weight)};
 }
 
+// Of patches in space and time, as Qwen's vision towers have them.
+std::tuple<Tensor, Tensor, Tensor> conv_dilated3d_backward(const Tensor& grad, const Tensor& self, const Tensor& weight, IntArrayRef,
+                                                           IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                                                           std::array<bool, 3> wanted) {
+  const BelowAutograd below;
+  const auto [of_self, of_weight, of_bias] = at::convolution_backward(
+      on_host(grad), on_host(self), on_host(weight), IntArrayRef(weight.sizes().data(), 1), stride, padding, dilation, false, {0, 0, 0}, 1, wanted);
+  const auto back = [&](const Tensor& gradient) { return gradient.defined() ? on_device(gradient, self.device().index()) : gradient; };
+  return {back(of_self), back(of_weight), back(of_bias)};
+}
+
 // ---- everything else: the CPU's kernel -----------------------------------------------------------------------------------
 
 bool is_mask(const std::optional<Tensor>& index) {
@@ -422,7 +433,9 @@ TORCH_LIBRARY(standin, library) {
 
 namespace at::native {
 using standin::conv_depthwise2d_backward;
+using standin::conv_dilated3d_backward;
 REGISTER_CUDA_DISPATCH(conv_depthwise2d_backward_stub, &conv_depthwise2d_backward)
+REGISTER_CUDA_DISPATCH(slow_conv_dilated3d_backward_stub, &conv_dilated3d_backward)
 }  // namespace at::native
 
 extern "C" long standin_launches() { return standin::launches; }
