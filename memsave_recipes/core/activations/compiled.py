@@ -57,6 +57,10 @@ ALL = 1.0
 """The ratio of the fastest backward."""
 
 
+READ_VALUES = ("item", "tolist")
+"""Methods of tensors."""
+
+
 class Region:
     """Compiles layers under one ratio; those that are alike share a graph.
 
@@ -99,7 +103,7 @@ class Region:
         except FailOnRecompileLimitHit as error:
             raise _refusal(kind, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
         except TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
             if self.required or kind in self._compiles:
                 raise _refusal(kind, reason) from error
             warnings.warn(f"{kind.__name__} computes eager: it cannot be one compiled graph ({reason})", stacklevel=2)
@@ -109,7 +113,13 @@ class Region:
         return outputs
 
     def _graph(self, graph: GraphModule, inputs: list[Any]) -> Any:
-        """Compile a graph for the forward, and cut it into what runs there and in the backward."""
+        """Compile a graph for the forward, and cut it into what runs there and in the backward.
+
+        One that reads values, which newer versions of torch compile, would wait for the device in each call, as the
+        eager layer does, and its shapes are not known ahead.
+        """
+        if any(node.op == "call_method" and node.target in READ_VALUES for node in graph.graph.nodes):
+            raise InputError("it reads the values of a tensor")
         self._num_graphs += 1
         options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
         options["deterministic"] = True  # no measurement decides how sums are cut, so the next run has the same bits

@@ -73,6 +73,20 @@ def test_what_does_not_fit_a_graph_stays_eager_where_compiling_is_the_default():
     assert torch.equal(region.run(torch.nn.ReLU().forward, x), x)  # other kinds compile
 
 
+class Splits(torch.nn.Module):
+    """Attention of a vision tower goes image by image in this way."""
+
+    def forward(self, x, lengths):
+        return torch.cat([part - part.mean() for part in torch.split(x, lengths.tolist())])
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)  # as newer versions of torch do by themselves
+def test_what_reads_values_stays_eager_where_torch_would_compile_it():
+    region, x, lengths = Region(1.0), torch.randn(5, requires_grad=True), torch.tensor([2, 3])
+    with pytest.warns(UserWarning, match="Splits computes eager: .*it reads the values of a tensor"):
+        assert torch.equal(region.run(Splits().forward, x, lengths), Splits()(x, lengths))
+
+
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_a_layer_that_was_compiled_does_not_turn_eager():
     class Once(torch.nn.Module):
