@@ -5,7 +5,8 @@
 
 Each answer is what `memsave fit MODEL --card CARD --json FILE` writes, made by the command itself. Its estimates are
 made once for all cards with the same kernels: bytes do not depend on the card, and seconds are carried for all cards at
-once. `--length` adds answers for rows of another length. A model is put into the page as soon as it is done.
+once. `--length` adds answers for rows of another length. A model is put into the page as soon as it is done. Models of
+images and text need what their processors do, such as torchvision.
 """
 
 import io
@@ -298,20 +299,24 @@ def write_figures(figures: dict[str, Any]) -> None:
     PAGE.write_text(page, encoding="utf-8")
 
 
-def flags_of(host_gib: int | None, length: int | None) -> list[str]:
-    """The flags of ``memsave fit``."""
-    of_host = [] if host_gib is None else ["--host_memory", f"{host_gib}GiB"]
-    return [*of_host, *([] if length is None else ["--length", str(length)])]
+def of_host_memory(gib: int | None) -> list[str]:
+    """The flags of ``memsave fit`` for a host."""
+    return [] if gib is None else ["--host_memory", f"{gib}GiB"]
 
 
-def answers(word: str, length: int | None) -> list[list[Answer | None]]:
+def of_model(model: known_models.KnownModel, length: int | None) -> list[str]:
+    """The flags of ``memsave fit`` for a model and a length of its rows."""
+    return [*model.flags, *([] if length is None else ["--length", str(length)])]
+
+
+def answers(word: str, flags: Sequence[str]) -> list[list[Answer | None]]:
     """By card, the answers for each of ``HOSTS_GIB``; ``None`` where it is that for a host with enough, the first."""
     by_card: list[list[Answer | None]] = []
     with sharing_estimates() as host:
 
         def of_host(card: str, gib: int | None) -> tuple[Answer, int]:
             host.most_bytes = 0
-            return answer(word, card, *flags_of(gib, length)), host.most_bytes
+            return answer(word, card, *of_host_memory(gib), *flags), host.most_bytes
 
         for card in CARDS:
             with_enough, most_bytes = of_host(card, None)
@@ -331,9 +336,11 @@ def add_to_page(model: known_models.KnownModel, word: str, by_card: list[list[An
     (found, _), *_ = filter(None, by_card[0])
     new = [[one and compact(*one, texts, word, model) for one in of_hosts] for of_hosts in by_card]
     sizes = models.get(model.name, {"sizes": {}})["sizes"] | {length_of(found): new}
-    models[model.name] = {"word": model.word, "recipe": found["recipe"], "sizes": sizes}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    about = {"word": model.word, "recipe": found["recipe"], "flags": " ".join(model.flags)}
+    models[model.name] = {**about, "compiled": versions, "sizes": sizes}
     of_all = {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": figures.get("versions", versions),
         "cards": [describe(card) for card in CARDS],
         "hosts_gib": HOSTS_GIB,
         "parts": list(PARTS),
@@ -371,7 +378,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if (has and not flags.again) or (flags.length and known["recipe"] != LANGUAGE):
             continue
         began, word = perf_counter(), model.write(harness.ROOT / "out" / "fit_page")
-        add_to_page(model, word, answers(word, flags.length))
+        add_to_page(model, word, answers(word, of_model(model, flags.length)))
         print(f" {model.name}: {perf_counter() - began:.0f} s", file=sys.stderr)
 
 
