@@ -1,6 +1,6 @@
 """Seconds of `memsave fit` for nine models and six sizes of memory, each in a process of its own.
 
-    python benchmarks/fit.py                            # 54 cases, a quarter of an hour on 2 cores
+    python benchmarks/fit.py                            # 54 cases
     python benchmarks/fit.py --quick                    # one
 
 A case is `memsave fit MODEL --memory SIZE` with the defaults, from the start of Python to its end. Seconds are those of

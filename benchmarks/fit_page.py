@@ -338,7 +338,7 @@ def add_to_page(model: known_models.KnownModel, word: str, by_card: list[list[An
     sizes = models.get(model.name, {"sizes": {}})["sizes"] | {length_of(found): new}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     about = {"word": model.word, "recipe": found["recipe"], "flags": " ".join(model.flags)}
-    models[model.name] = {**about, "compiled": versions, "sizes": sizes}
+    models[model.name] = {**about, "versions": versions, "sizes": sizes}
     of_all = {
         "versions": figures.get("versions", versions),
         "cards": [describe(card) for card in CARDS],

@@ -1,7 +1,6 @@
 """Processors of known models of images and text, without the Hub: as many tokens of an image as the real ones make.
 
-Their tokenizers know bytes and the tokens that stand for images alone. Sizes are those of preprocessor_config.json and
-processor_config.json on the Hub.
+Their tokenizers know bytes and the tokens that stand for images alone. Sizes are those that public code states.
 """
 
 from typing import Any

@@ -112,7 +112,7 @@ def not_fused_in(model: nn.Module) -> str | None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     found = [one for one in _written_in_python(model) if not (on_cpu and isinstance(one[-1], NormForm))]
     gain = ", ".join({type(one[2]): _gain(*one[2:]) for one in found}.values())
-    way = f"one of torch each after memsave_recipes.fuse_operators(model), which takes less time: {gain}"
+    way = f"one of torch each after memsave_recipes.fuse_operators(model): {gain}, in place of all of them"
     return f"{_counted(found)} are several operators each, and {way}" if found else None
 
 

@@ -127,7 +127,7 @@ def test_where_nothing_fits_the_page_says_what_is_needed():
     assert any(said for _, said, _ in answers)
 
 
-OF_TODAY = [(name, size) for name, model in FIGURES["models"].items() for size in model["sizes"] if "compiled" in model]
+OF_TODAY = [(name, size) for name, model in FIGURES["models"].items() for size in model["sizes"] if "versions" in model]
 """Models whose figures are not older than compiled layers, which the page says."""
 
 
@@ -244,7 +244,7 @@ def test_a_browser_answers_with_the_figures_of_memsave_fit(page, browse, tmp_pat
 
 
 def test_older_figures_are_named(browse, tmp_path):
-    older = next(name for name, model in FIGURES["models"].items() if "compiled" not in model)
+    older = next(name for name, model in FIGURES["models"].items() if "versions" not in model)
     for name, words in (("ViT-B/16", "Layers that repeat compute compiled"), (older, "this model are older")):
         shown, _ = asked(browse, tmp_path, {"model": name, "card": "h100"})
         assert words in shown["notes"]

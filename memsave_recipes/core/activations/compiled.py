@@ -58,7 +58,7 @@ ALL = 1.0
 
 
 READ_VALUES = ("item", "tolist")
-"""Methods of tensors."""
+"""The methods of a tensor that give its values to Python."""
 
 
 class Region:
@@ -115,8 +115,8 @@ class Region:
     def _graph(self, graph: GraphModule, inputs: list[Any]) -> Any:
         """Compile a graph for the forward, and cut it into what runs there and in the backward.
 
-        One that reads values, which newer versions of torch compile, would wait for the device in each call, as the
-        eager layer does, and its shapes are not known ahead.
+        Newer versions of torch compile graphs that read values. These are refused, because their shapes are not known
+        ahead, and they wait for the device as the eager layer does.
         """
         if any(node.op == "call_method" and node.target in READ_VALUES for node in graph.graph.nodes):
             raise InputError("it reads the values of a tensor")

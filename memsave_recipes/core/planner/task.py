@@ -301,9 +301,9 @@ def choose_for_target(
 
 
 def are_enough(found: Sequence[Candidate], fastest_s: float) -> bool:
-    """Return whether candidates without ratios of compiled layers are enough.
+    """Return whether ratios of compiled layers can bring nothing.
 
-    So it is where layers that save all fit, or are no faster than what fits with smaller micro-batches.
+    Layers that save all fit then, or are no faster than what fits with smaller micro-batches.
     """
     keep = next((one for one in found if one.strategy == "none"), None)
     if keep is None or keep.fits:

@@ -302,19 +302,16 @@ class Plan:
             return f"{self.strategy}: no activation checkpointing{compiled}"
         (number, words), *others = found
         parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
-        parts += [f"all of {', '.join(self._kept_stacks)} kept"] if self._kept_stacks else []
+        parts += [f"all of {', '.join(kept)} kept"] if (kept := self._kept_stacks()) else []
         text = "; ".join(parts).format(spans=spans, size=self.micro_batch_size, tile=self.mlp_tile_tokens)
         return f"{self.strategy}: {text}{compiled}"
 
-    @property
     def _kept_stacks(self) -> list[str]:
-        """The stacks of which segments recompute no block."""
+        """Return the stacks of which segments recompute no block."""
         if not self.strategy.startswith("segments"):
             return []
-        kept = set(self.blocks_under(Action.KEEP))
-        stacks = {name: name.rpartition(".")[0] for name in self.blocks}
-        changed = {stacks[name] for name in self.blocks if name not in kept}
-        return [stack for stack in dict.fromkeys(stacks.values()) if stack not in changed]
+        recomputed = {_stack_of(name) for name in self.recomputed}
+        return [stack for stack in dict.fromkeys(map(_stack_of, self.blocks)) if stack not in recomputed]
 
     def to_json(self) -> str:
         """Return the plan as the text of a ``plan.json``."""
@@ -415,6 +412,10 @@ def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:
         Span(start=index, stop=index + 1, action=Action.KEEP if index % interval else Action.RECOMPUTE)
         for index in range(count_blocks(stacks))
     )
+
+
+def _stack_of(block: str) -> str:
+    return block.rpartition(".")[0]
 
 
 def all_under(stacks: Stacks, action: Action, ratio: float | None = None) -> tuple[Span, ...]:
