@@ -61,10 +61,12 @@ class ImageTextArguments(ChatArguments):
     )
     validation_file: list[str] | None = option(None, "the same; default: a twentieth of --train_file", resume="place")
     processor_name: str | None = option(None, "folder or Hub id; default: the model's own", resume="place")
-    block_size: int = option(1024, "tokens that a row may have, those of its images among them", least=2)
-    drop_long: bool = option(False, "leave rows out that have more; else they are refused")
+    block_size: int = option(
+        1024, "tokens of the longest row, those of images among them; longer ones are left out", least=2
+    )
     max_pixels: int | None = option(None, "of an image; larger ones are made smaller", least=1)
     images_per_row: int = option(1, "images that a row may have", least=1)
+    show_labels: bool = option(False, "print ten conversations, and mark what counts in the loss", resume="free")
 
     def __post_init__(self) -> None:
         if self.dataset and (self.train_file or self.validation_file):

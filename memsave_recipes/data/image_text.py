@@ -12,6 +12,7 @@ NOTE [ images in conversations ]
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.losses import IGNORED_LABEL
+from memsave_recipes.core.text import printable_lines
 from memsave_recipes.data.fingerprint import Fingerprint, Samples
 from memsave_recipes.data.image_rows import ROW, ImageTextArguments, read_splits
 from memsave_recipes.data.processors import (
@@ -45,6 +47,7 @@ from memsave_recipes.data.vision.decoding import decode, reason_of
 from memsave_recipes.models.image_text import freeze_unused, largest_size
 from memsave_recipes.models.language_model import stop_at
 
+SHOWN = 10  # conversations of --show_labels
 MEASURED = Features(
     {
         "text": Value("large_string"),
@@ -193,6 +196,23 @@ class ImageTextSplits:
         return Fingerprint(samples=samples, tokenizer=digest_of_tokenizer(self.processor.tokenizer))
 
 
+def _shown_labels(rows: ImageTextRows) -> str:
+    """Write the first conversations as the model reads them; what counts in the loss is in double brackets."""
+    image, tokenizer = rows.processor.image_token, rows.processor.tokenizer
+    shown = []
+    for index in range(min(SHOWN, len(rows))):
+        batch = rows.collate([rows[index]])
+        (ids,), (labels,) = batch["input_ids"], batch["labels"]
+        counted = (labels != IGNORED_LABEL).numpy()
+        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(counted)) + 1)
+        texts = ((counted[run[0]], str(tokenizer.decode(ids[run].tolist()))) for run in runs)
+        text = "".join(f"[[{one}]]" if counts else one for counts, one in texts)
+        text = re.sub(rf"(?:{re.escape(image)}){{2,}}", lambda row: f"{image} x {len(row[0]) // len(image)} ", text)
+        place = _place(rows.rows, index)
+        shown.append(f"--show_labels: {counted.sum():,} of {len(ids):,} tokens of {place} count, in [[ ]]:\n{text}")
+    return printable_lines("\n".join(shown))
+
+
 def _place(rows: datasets.Dataset, index: int) -> str:
     return str(rows[index]["place"])
 
@@ -233,35 +253,39 @@ def load_image_text(
                 fn_kwargs={"processor": processor, "most_images": flags.images_per_row},
                 desc="counting tokens",
             )
-        kept = _short_enough(measured, flags, split)
-        if len(kept) < len(measured):
-            notes.append(f"{len(measured) - len(kept):,} of {len(measured):,} {split} rows are too long and left out")
+        kept, note = _short_enough(measured, flags, split)
+        notes += note
         rows[split] = ImageTextRows(rows=kept, processor=processor, dtype=dtype)
     end = end_of_turn_of(processor)
     if end is None:
         notes.append("the chat template writes no mark behind a reply, so the model does not learn where to stop")
+    train = rows.get("train", rows["validation"])
     return ImageTextSplits(
-        train=rows.get("train", rows["validation"]),
+        train=train,
         validation=rows["validation"],
         processor=processor,
         end_of_turn=end,
-        notice=f"note: {'; '.join(notes)}",
+        notice="\n".join([f"note: {'; '.join(notes)}", *([_shown_labels(train)] if flags.show_labels else [])]),
     )
 
 
-def _short_enough(rows: datasets.Dataset, flags: ImageTextArguments, split: str) -> datasets.Dataset:
+def _short_enough(rows: datasets.Dataset, flags: ImageTextArguments, split: str) -> tuple[datasets.Dataset, list[str]]:
+    """Return the rows that fit in ``--block_size``, and a line on the others."""
     lengths = rows.with_format("numpy")["length"][:]
     too_long = np.flatnonzero(lengths > flags.block_size)
-    if len(too_long) and not flags.drop_long:
-        place, most = rows[int(too_long[0])]["place"], int(lengths[too_long].max())
-        raise InputError(
-            f"{place} has {lengths[too_long[0]]:,} tokens, more than --block_size {flags.block_size}, as have "
-            f"{len(too_long):,} {split} rows, up to {most:,}: raise it, lower --max_pixels, or leave them out by "
-            "--drop_long"
-        )
+    if not len(too_long):
+        return rows, []
     if len(too_long) == len(rows):
-        raise InputError(f"--block_size {flags.block_size} has no room for any of the {split} rows: raise it")
-    return rows.select(np.flatnonzero(lengths <= flags.block_size))
+        raise InputError(
+            f"--block_size {flags.block_size} has no room for any of the {split} rows, which have {lengths.min():,} "
+            "tokens or more: raise it, or lower --max_pixels"
+        )
+    first = rows[int(too_long[0])]["place"]
+    note = (
+        f"{len(too_long):,} of {len(rows):,} {split} rows are left out, {first} first: they have more tokens than "
+        f"--block_size {flags.block_size}, up to {lengths.max():,}"
+    )
+    return rows.select(np.flatnonzero(lengths <= flags.block_size)), [note]
 
 
 def check_model(model: PreTrainedModel, rows: ImageTextSplits, *, in_shards: bool) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import datasets
 import image_text_models
@@ -25,9 +26,10 @@ def asked(*contents):
     return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
 
 
-def load(path, model_type="llava", *, marks=False, **flags):
+def load(files, model_type="llava", *, marks=False, **flags):
     processor = image_text_models.make_processor(model_type, marks=marks)
-    arguments = ImageTextArguments(train_file=[path], **{"images_per_row": 3, **flags})
+    named = files if isinstance(files, list) else [files]
+    arguments = ImageTextArguments(train_file=named, **{"images_per_row": 3, **flags})
     return load_image_text(arguments, lambda texts: processor, dtype=torch.float32)
 
 
@@ -243,7 +245,6 @@ REFUSED = {
     "more": ({"messages": asked("What ?", "a"), "images": ["0.png"] * 4}, "4 images, more than --images_per_row 3"),
     "reply": ({"messages": asked("What ?", [{"type": "image", "path": "0.png"}])}, "an image in a reply"),
     "spelt out": (row_of(system="<image>"), "writes 2 <image> for 1 images"),
-    "long": ({"messages": asked("What ?", "red " * 200)}, "tokens, more than --block_size 100"),
 }
 
 
@@ -260,9 +261,33 @@ def test_long_rows_are_left_out_by_name(pictures):
     rows = [{"messages": asked(f"What is {number} ?", "2")} for number in range(30)]
     rows += [{"messages": asked("What ?", "red " * 200)}]
     path = write_rows(pictures / "rows.jsonl", rows)
-    loaded = load(path, block_size=100, drop_long=True)
-    assert "rows are too long and left out" in loaded.notice
+    loaded = load(path, block_size=100)
+    assert re.search(
+        r"1 of \d+ \w+ rows are left out, .*rows.jsonl row 31 first: they have more tokens than", loaded.notice
+    )
     assert len(loaded.train) + len(loaded.validation) == 30
+    with pytest.raises(InputError, match="--block_size 3 has no room for any of the"):
+        load(path, block_size=3)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "idefics3"])
+def test_labels_are_shown_of_ten_conversations(ten, model_type):
+    """In the order of the rows: what counts is in brackets, and tokens of an image in a row are one."""
+    files, _, counted = ten
+    loaded = load(list(files), model_type, show_labels=True)
+    shown = loaded.notice.split("--show_labels: ")[1:]
+    assert len(shown) == 10
+    for at, text in enumerate(shown):
+        labels = loaded.train.collate([loaded.train[at]])["labels"]
+        place, number = loaded.train.rows[at]["place"].rsplit(" row ", 1)
+        answers = counted[int(number) - 1] if place.endswith("nine.jsonl") else counted[9]
+        line, conversation = text.split("\n", 1)
+        assert line == f"{(labels >= 0).sum()} of {labels.numel()} tokens of {place} row {number} count, in [[ ]]:"
+        marked = re.findall(r"\[\[(.*?)\]\]", conversation, re.DOTALL)
+        assert [one.removesuffix("<|im_end|>").strip() for one in marked] == answers
+        token = loaded.processor.image_token
+        assert 2 * token not in text
+        assert (f"{token} x " in text) == bool(loaded.train.rows[at]["area"])
 
 
 def test_marks_are_no_text(pictures):
