@@ -1,12 +1,12 @@
-"""Train a model of images and text, from scratch or from pretrained weights, in the memory that is there.
+"""Train a vision-language model, from scratch or from pretrained weights, in the memory that you have.
 
 On the CPU of any machine, without a network (a toy: which digit is where in a grid?):
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_text.py \
         --config recipes/configs/digit_grids.yaml --output_dir out/grids
 
-On one GPU or several, fine-tuning a model of the Hub (or of a folder) on your conversations, all of its text model or
-by adapters. Images are parts of the messages or a column `images`, and the assistant's text counts:
+On one GPU or several, fine-tune a model from the Hub (or from a folder) on your conversations: decoder and projector,
+or LoRA adapters. Images are parts of the messages or a column `images`; the loss counts only the assistant's tokens:
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml --mixed_precision bf16 recipes/image_text.py \
         --model_name_or_path MODEL --train_file DATA.jsonl --block_size 2048 --max_pixels 1000000 \
@@ -77,14 +77,14 @@ def train(run: Run) -> dict[str, Any]:
         rows = load_image_text(args, partial(open_or_make_processor, args), dtype=args.torch_dtype)
     batches = run.global_batches(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 
-    # Model with its loss, optimizer and schedule
+    # Model (``bare``; with its loss ``trained``), optimizer and schedule
     task = describe(args, rows.processor)
     bare, trained = run.build(task, batches, settle=partial(check_model, rows=rows, in_shards=args.in_shards))
     optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
-    model, optimizer = accelerator.prepare(trained, optimizer)  # not the schedule, which steps once on all ranks
+    model, optimizer = accelerator.prepare(trained, optimizer)  # not the scheduler: it would step once per process
 
-    # The activation plan that the flags name, or the fastest that fits the memory
+    # The activation plan that the flags name, or the fastest that fits, applied to ``bare``: the module with the blocks
     plan = run.choose_plan(model, optimizer)
     handle = apply_plan(bare, plan)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
@@ -94,11 +94,11 @@ def train(run: Run) -> dict[str, Any]:
 
     validate = partial(evaluate, model, trained, accelerator, exact=batches.layout.is_bitwise)
     evaluation = {"collate_fn": rows.validation.collate}
-    training.evaluate_if_due(validate, rows.validation, **evaluation)  # with --eval_only, or where a signal stopped it
+    training.evaluate_if_due(validate, rows.validation, **evaluation)  # if --eval_only, or a signal cut one off
     for batch in training.steps():
         for micro_batch in batch.forwards(model):
             loss = summed_loss(model, micro_batch)
-            accelerator.backward(loss, gradient=batch.share_of(loss))  # of the mean over the global batch
+            accelerator.backward(loss, gradient=batch.share_of(loss))  # scales the sum to the global batch's mean
         grad_norm = training.clip_grad_norm_(args.max_grad_norm)
         optimizer.step()
         scheduler.step()
@@ -113,17 +113,17 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def task(argv: list[str] | None = None) -> Task:
-    """The task of the flags, for ``memsave plan``: before there are images or weights."""
+    """Describe the task of the flags for ``memsave plan``, which has neither images nor weights."""
     (args,) = parse_arguments(Arguments, args=argv)
     return describe(args, open_or_make_processor(args, training_texts(args)))
 
 
 def describe(args: Arguments, processor: Any) -> Task:
-    """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
+    """Describe the model, its loss and the tensors of a micro-batch: the same for training and for planning."""
     return Task(
         run=args,
         optim=args,
-        build_model=partial(build_image_text_model, args, processor, **{"with_weights": False}),
+        build_model=partial(build_image_text_model, args, processor, with_weights=False),
         adapt=partial(train_part_of_image_text, flags=args),
         trained=partial(with_image_text_loss, flag=args.loss),
         loss_of=summed_loss,
@@ -134,7 +134,7 @@ def describe(args: Arguments, processor: Any) -> Task:
 
 
 def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
-    """The loss of a micro-batch, summed over the tokens that count."""
+    """Return the loss of a micro-batch, summed over the tokens that count."""
     return model(**micro_batch)
 
 
@@ -142,9 +142,9 @@ def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
 def evaluate(
     model: nn.Module, trained: Any, accelerator: Accelerator, batches: Iterable[Batch], *, exact: bool
 ) -> dict[str, float]:
-    """Over ``batches``: mean loss in nats a token, and the share of answers that greedy decoding gets right.
+    """Return the mean loss in nats per token, and the share of answers that greedy decoding gets right.
 
-    ``exact`` adds the losses up without rounding, so that the ranks do not matter.
+    ``exact`` adds the losses up without rounding, so that the number of ranks does not matter.
     """
     model.eval()
     parts = []

@@ -1,4 +1,4 @@
-"""Train a causal language model, from scratch or from pretrained weights, in the memory that is there.
+"""Train a causal language model, from scratch or from pretrained weights, in the memory that you have.
 
 On the CPU of any machine, without a network (the text of Python's own library; two minutes on 2 cores):
 
@@ -61,7 +61,7 @@ class Arguments(RecipeArguments, TrainedPartArguments, SequenceArguments, Langua
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """What ``load_rows`` has to know of the model and of the run."""
+        """Return what ``load_rows`` takes besides the flags of ``RowArguments``."""
         return {
             "tokenizer_name": self.tokenizer_name_or_path,
             "model_type": self.model_type,
@@ -91,15 +91,15 @@ def train(run: Run) -> dict[str, Any]:
         rows = load_rows(args, **args.of_model)
     batches = run.global_batches(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 
-    # Model with its loss, optimizer and schedule
+    # Model (``bare``; with its loss ``trained``), optimizer and schedule
     tokenizer = rows.tokenizer
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     bare, trained = run.build(task, batches, settle=partial(settle, args=args, accelerator=accelerator, rows=rows))
     optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
-    model, optimizer = accelerator.prepare(trained, optimizer)  # not the schedule, which steps once on all ranks
+    model, optimizer = accelerator.prepare(trained, optimizer)  # not the scheduler: it would step once per process
 
-    # The activation plan that the flags name, or the fastest that fits the memory; ``model`` may be DDP around ``bare``
+    # The activation plan that the flags name, or the fastest that fits, applied to ``bare``: the module with the blocks
     plan = run.choose_plan(model, optimizer)
     handle = apply_plan(bare, plan)
     work, notices = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok", (rows.notice, trained.notice)
@@ -108,11 +108,11 @@ def train(run: Run) -> dict[str, Any]:
     shared = {"exact": batches.layout.is_bitwise, "shared_by": args.sequence_parallel, "tokens": rows.validation.tokens}
     validate = partial(evaluate, model, accelerator, **shared)
     evaluation = {"collate_fn": rows.validation.collate}
-    training.evaluate_if_due(validate, rows.validation, **evaluation)  # with --eval_only, or where a signal stopped it
+    training.evaluate_if_due(validate, rows.validation, **evaluation)  # if --eval_only, or a signal cut one off
     for batch in training.steps():
         for micro_batch in batch.forwards(model):
             loss = summed_loss(model, micro_batch)
-            accelerator.backward(loss, gradient=batch.share_of(loss))  # of the mean over the global batch
+            accelerator.backward(loss, gradient=batch.share_of(loss))  # scales the sum to the global batch's mean
         grad_norm = training.clip_grad_norm_(args.max_grad_norm)
         optimizer.step()
         scheduler.step()
@@ -147,7 +147,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
     return Task(
         run=args,
         optim=args,
-        build_model=partial(build_language_model, args, **{"with_weights": False, **tokens}),
+        build_model=partial(build_language_model, args, with_weights=False, **tokens),
         adapt=partial(train_part, flags=args, task_type="CAUSAL_LM"),
         trained=partial(with_loss, flag=args.loss),
         loss_of=summed_loss,
@@ -158,7 +158,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
 
 
 def settle(model: nn.Module, *, args: Arguments, accelerator: Accelerator, rows: Any) -> Iterable[str | None]:
-    """Check the model on its device against the rows; set its attention and where it stops."""
+    """Check that the model can take the rows; set its attention and the token at which its replies end."""
     check_causal(model, args.name)
     check_model(model, rows, args.name, one_row=args.one_row)
     timeout = accelerator.init_handler.timeout
@@ -177,7 +177,7 @@ def evaluate(
     """Return the mean loss in nats per token, perplexity, and bits per byte, which do not depend on the tokenizer.
 
     Args:
-        tokens: what ``batches`` are made of: the number of its tokens and bytes.
+        tokens: the tokens of ``batches``, for their ``num_tokens`` and ``num_bytes``.
         exact: add the losses up without rounding, so that the number of ranks does not matter.
         shared_by: the ranks that share a row.
     """
@@ -187,7 +187,7 @@ def evaluate(
     losses, counts = (torch.stack(column).cpu().double() for column in zip(*sums, strict=True))
     parts = [*torch.stack([losses, counts], dim=1)]
     loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=exact).tolist()
-    loss = loss_sum * shared_by / num_tokens  # ranks that share a row have each counted all its tokens
+    loss = loss_sum * shared_by / num_tokens  # each rank that shares a row has counted all its tokens
     bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 

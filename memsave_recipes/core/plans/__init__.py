@@ -1,4 +1,4 @@
-"""Activation plans: one action for every block of a model, by name or by a solver. Standard library only.
+"""Activation plans: one action for every block of a model, by name or by a solver.
 
 NOTE [ decisions ]
 * ``segments:K`` follows ``checkpoint_sequential``: K segments, the last one kept. Their sizes differ by at most one

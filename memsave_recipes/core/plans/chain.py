@@ -111,7 +111,7 @@ class BlockCosts:
 
     @property
     def until_last_saved_bytes(self) -> int:
-        """The transient up to its last saved tensor: of a first run that saves nothing, and of the last of a span."""
+        """The transient up to its last saved tensor: of a first run that saves nothing, and where the second stops."""
         whole = self.option(Action.KEEP).forward_transient_bytes
         return whole if self.until_saved_bytes is None else min(whole, self.until_saved_bytes)
 
@@ -146,8 +146,8 @@ class Chain:
         gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
             under accumulation. They are not in ``resident_bytes`` in either case.
         optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
-        span_bytes: what a span that recomputes holds besides its input until its backward is done, and once more
-            during its second run: the state of the random number generator, if the device is the CPU.
+        span_bytes: the random state that a span that recomputes holds until its backward is done, and another one
+            during its second run. Both are in host memory, so it is 0 unless the device is the CPU.
         extra_args_bytes: those of all blocks (masks and positions, say), each storage once. They are held if any block
             runs twice.
         compiled: whether the layers are compiled.
@@ -191,7 +191,7 @@ class Chain:
 
     @property
     def decided_names(self) -> tuple[str, ...]:
-        """The names of these blocks: ``Plan.blocks`` of a plan for this chain."""
+        """The names of the blocks that a plan decides about: ``Plan.blocks`` of a plan for this chain."""
         return tuple(self.blocks[position].name for position in self.decided)
 
     @property
@@ -242,7 +242,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMemory:
-    """Device memory besides parameters, buffers, batch, and the tensors of a forward and backward.
+    """The static memory of a step that a measured chain lacks: optimizer state, DDP's buckets, sums of gradients.
 
     Args:
         state_bytes: optimizer state that stays on the device, with an average of the weights.
@@ -315,7 +315,7 @@ class StaticMemory:
         )
 
     def _leaving(self, blocks: Sequence[BlockCosts]) -> tuple[BlockCosts, ...]:
-        """Return ``blocks`` of whose gradients at most ``leaving_bytes`` are there; those of tied weights stay."""
+        """Return ``blocks`` with at most ``leaving_bytes`` of gradients at a time, besides those of tied weights."""
         free_bytes, found = self.leaving_bytes or 0, []
         for block in reversed(blocks):
             stays = min(block.gradient_bytes - block.tied_gradient_bytes, free_bytes)
@@ -332,7 +332,7 @@ class StaticMemory:
         Args:
             stacks: the prefixes of the names of parameters in blocks of stacks.
         """
-        own = () if block.stack is None else (f"{block.name}.",)
+        own = () if block.stack is None else (f"{block.name}.",)  # without a stack: all parameters outside of stacks
         sizes = (size for name, size in self.in_backward.items() if name.startswith(own or stacks) is bool(own))
         largest = max(sizes, default=0)
         options = (replace(o, backward_transient_bytes=o.backward_transient_bytes + largest) for o in block.options)

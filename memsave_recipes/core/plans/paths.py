@@ -28,9 +28,9 @@ EMPTY: Resources = (0, 0)
 class Edge(NamedTuple):
     """The blocks from some position up to ``stop`` under ``action``, which may have a ``ratio``.
 
-    Behind the edge ``HELD`` is ``held_bytes`` more than ``resources[held_from]`` before it, and ``WITH_STATE`` is
-    ``with_state_bytes`` more than ``resources[with_state_from]``. Its peak is ``peak_over_held_bytes`` above
-    ``resources[HELD]`` or, at another moment, ``peak_over_state_bytes`` above ``resources[WITH_STATE]``.
+    ``resources`` are those before the edge. After it ``HELD`` is ``resources[held_from] + held_bytes``, and
+    ``WITH_STATE`` is ``resources[with_state_from] + with_state_bytes``. Its peak is the larger one of ``resources[HELD]
+    + peak_over_held_bytes`` and, at another moment, ``resources[WITH_STATE] + peak_over_state_bytes``.
     """
 
     stop: int
@@ -45,7 +45,7 @@ class Edge(NamedTuple):
     ratio: float | None = None
 
     def extend(self, resources: Resources) -> Resources:
-        """Return the resources behind it."""
+        """Return the resources after it."""
         return resources[self.held_from] + self.held_bytes, resources[self.with_state_from] + self.with_state_bytes
 
     def peak_bytes(self, resources: Resources) -> int:
@@ -110,7 +110,7 @@ def _single_block(sizes: _Sizes, position: int, option: BlockOption, extra_args_
     """Return the edge of one block under ``option``."""
     block = sizes.blocks[position]
     output, gradient = block.output_bytes, sizes.states[position + 1]
-    # Holding an output that the input passes into is holding the input.
+    # With ``passes_input`` the output contains the input's storages, so whoever saves the output holds the input.
     holds_input = option.saves_input or (option.saves_output and block.passes_input)
     held = option.saved_bytes + (output if option.saves_output else 0)
     backward = held + gradient + option.backward_transient_bytes + sizes.gradients[position]
@@ -141,8 +141,8 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
     stack = None if first.is_frozen else first.stack
     passed = sizes.states[start]  # bytes of the span's input in the state behind it
     rebuilt = EMPTY  # by the second run, besides the span's input
-    first_run = second_run = backward = 0
-    cost = last_cost = 0
+    first_run = second_run = backward = 0  # peaks so far; ``second_run`` without the span's last block
+    cost = last_cost = 0  # ``last_cost``: the second forward of that block, which a nested span leaves out
     held = sizes.span_bytes
     for position in range(start, len(sizes.blocks)):
         block = sizes.blocks[position]
@@ -187,7 +187,7 @@ def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
 
 MAX_BLOCKS_RELAXED, MAX_CUTS = 3, 12
 LARGE_MULTIPLIER = 1e6
-"""A multiplier so large that bytes count for more than time: its charge for all free bytes, in longest edges' costs."""
+"""What the largest multiplier charges for all free bytes, in costs of the longest edge: bytes outweigh time."""
 
 CostToGo: TypeAlias = tuple[float, float]
 """The least costs of the continuations that are charged for ``HELD``, and of those charged for ``WITH_STATE``."""
@@ -233,7 +233,7 @@ class _Relaxation:
 def lower_bounds(edges: Edges, free_bytes: int) -> list[CompletionBound]:
     """Return bounds for a few blocks, the best first. The next block is the one where the last bound's path peaks.
 
-    One bound has the multiplier 0. It is the best for small resources, for which the others pay.
+    One bound has the multiplier 0. It is the tightest for small resources, as the others reward bytes below the limit.
     """
     unlimited = latest = _relax(edges, free_bytes, 0, 0.0)
     best: dict[int, _Relaxation] = {}
@@ -295,9 +295,9 @@ def _charged(
 
 
 def _peak_over(edge: Edge) -> int:
-    """Return the bytes that the edge over the charged block adds to ``resources[held_from]``: no more than its peak.
+    """Return a lower bound on the peak of an edge, in bytes above ``resources[held_from]``.
 
-    ``HELD`` is never more than ``WITH_STATE``, so it may stand for it in a lower bound.
+    It is a bound also if that is ``HELD``, as ``HELD`` is never more than ``WITH_STATE``.
     """
     return max(edge.peak_over_held_bytes, edge.peak_over_state_bytes)
 

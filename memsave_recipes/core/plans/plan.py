@@ -24,7 +24,7 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans.prediction import Prediction
 
 FORMAT_VERSION = 1
-STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # the name in a plan.json: tables and lines print it unchanged
+STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # a name from a plan.json is printed as it is: no control characters
 
 
 class Action(StrEnum):
@@ -59,13 +59,13 @@ class ActionKind:
         strategy: the strategy that puts every block by itself under it.
         is_joint: whether the blocks of a span run again together, from the input of the first.
         runs_twice: whether a block runs again in the backward, wholly or in part.
-        starts_again: whether this second run reads the storage of the input itself, which nothing may overwrite.
+        starts_again: whether this second run starts from the input's own storage: no in-place operator may change it.
         on_host: what waits in host memory: the tensors that a block saves, or its input alone.
         is_tiled: whether the MLP of a block takes some tokens at a time.
         in_sublayers: whether attention and MLP of a layer recompute separately, each from its own input, if the layer
             has such parts.
         micro_batches_of: the action that it applies to one micro-batch after the other inside each block.
-        is_eager: whether compiled layers cannot do it.
+        is_eager: whether it needs eager layers.
         is_bitwise: whether gradients are bit for bit those without checkpointing, not sums in another order.
     """
 
@@ -174,7 +174,7 @@ class Span:
 
 
 Way: TypeAlias = tuple[Action, float | None]
-"""An action and its ratio."""
+"""An action with its ratio: the key of a block's options and of the traces that measure them."""
 AS_IT_IS: Way = (Action.KEEP, None)
 
 
@@ -189,7 +189,7 @@ class Plan:
         compiled: whether all layers are compiled; the actions apply to the compiled layers.
         micro_batch_size: the samples that a block takes at once, if blocks run in micro-batches; else ``None``.
         mlp_tile_tokens: the tokens that an MLP takes at once, if MLPs run in tiles; else ``None``.
-        prediction: the memory and time of a step, if ``make_plan`` has measured one; not compared, not written.
+        prediction: the memory and time of a step, if ``make_plan`` has measured one; ``==`` and plan.json leave it out.
 
     Raises:
         ValueError: the spans leave a block out or name one twice, or they contradict a size.
@@ -335,7 +335,7 @@ class Plan:
                 raise ValueError(f"its version is {data['version']}, this software reads {FORMAT_VERSION}")
             if not STRATEGY.fullmatch(data["strategy"]) or not all(isinstance(name, str) for name in data["blocks"]):
                 raise ValueError("its strategy and its blocks must be words, such as segments:2 and layers.0")
-            ratio_of_all = data.get("compiled_memory_ratio")  # of earlier versions
+            ratio_of_all = data.get("compiled_memory_ratio")  # files of earlier versions: one ratio for all spans
             spans = tuple(_span_of(span, ratio_of_all) for span in data["spans"])
             sizes = {name: data.get(name) for name in ("micro_batch_size", "mlp_tile_tokens")}
             compiled = data.get("compiled", False)
@@ -370,7 +370,7 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         InputError: there is no such file, or it holds no plan.
     """
-    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
+    if not os.path.isfile(path):  # False for a text that cannot be a path, where pathlib raises
         raise InputError(f"strategy {path} is not a file: check the path")
     try:
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
@@ -449,7 +449,7 @@ def _cut(stacks: Stacks, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread(spans: Sequence[Span], blocks: Sequence[str], idle: Collection[str]) -> tuple[Span, ...]:
-    """Number spans of the blocks that are not idle among all ``blocks``, and keep the idle ones."""
+    """Map spans, which do not count ``idle`` blocks, to positions in ``blocks``, and keep the idle blocks."""
     at = [position for position, name in enumerate(blocks) if name not in idle]
     spread = [replace(span, start=at[span.start], stop=at[span.stop - 1] + 1) for span in spans]
     spread += [Span(start=i, stop=i + 1, action=Action.KEEP) for i, name in enumerate(blocks) if name in idle]

@@ -1,4 +1,4 @@
-"""The predicted memory and time of a step under a plan, and those without checkpointing: plain figures."""
+"""The predicted memory and time of a step under a plan and under the baseline, as numbers."""
 
 import json
 from dataclasses import asdict, dataclass

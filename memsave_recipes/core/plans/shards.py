@@ -29,8 +29,8 @@ class ShardedUnit:
         reduced_bytes: the gradients of weights that train.
         cast_bytes: one rank's shards in the dtype of the gathered weights, if shards have another dtype.
         copied_bytes: padded copies of gradients while they are reduced.
-        frees_last: whether the buffer of the unit before is freed as soon as this unit's buffer is filled; if not,
-            when that has been copied.
+        frees_last: whether the buffer of the unit before is freed as soon as this unit's buffer is filled (torch 2.15);
+            if not, once this unit's buffer has been copied into its weights.
         stays: whether the weights stay between their forward and their backward.
         takes_gradient: whether its input may need a gradient; that of an embedding never does.
     """
@@ -47,7 +47,7 @@ class ShardedUnit:
 
     @property
     def is_root(self) -> bool:
-        """Whether these are the weights of no other unit."""
+        """Whether this is FSDP's root: the weights outside of all other units."""
         return not self.parts
 
 
@@ -85,7 +85,7 @@ def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[Tim
     """
     if chain.gradients_resident:
         raise ValueError("whole gradients are never resident where weights are in shards")
-    # Of those that are not reduced, the second one is like all others.
+    # Before the micro-batch that reduces: the first one makes whole gradients, and all others add to them alike.
     kinds = [{"adds": adds, "reduces": False} for adds in (False, True)][: shards.num_unreduced]
     kinds.append({"adds": shards.num_unreduced > 0, "reduces": True})
     return (point for kind in kinds for point in _MicroBatch(chain, plan, shards, **kind).points())
@@ -121,9 +121,9 @@ class _MicroBatch:
         of_units = [unit.reduced_bytes if unit else 0 for unit in units]
         self.trains = [block.gradient_bytes + more > 0 for block, more in zip(chain.blocks, of_units, strict=True)]
         self.states = chain.states_bytes
-        self.whole: set[ShardedUnit] = set()
+        self.whole: set[ShardedUnit] = set()  # gathered
         self.incoming: set[ShardedUnit] = set()  # in their buffers
-        self.behind: ShardedUnit | None = None  # the last one of the forward, in its buffer
+        self.behind: ShardedUnit | None = None  # gathered last; its buffer is not free yet
         self.leaving: ShardedUnit | None = None  # the last one that was reduced, in its buffer
         self.order: list[ShardedUnit] = []  # of their forwards
         self.gradients: Counter[ShardedUnit | None] = Counter()  # whole, of those that are not reduced yet
@@ -133,7 +133,7 @@ class _MicroBatch:
             self.gradients[self.unit_at.get(at, self.root)] += block.gradient_bytes if adds else 0
 
     def points(self) -> Iterator[TimelinePoint]:
-        """Yield the points of whole weights, as they are in shards, and those at which weights and gradients travel."""
+        """Yield the points of ``timeline`` with the bytes of shards, and points for each gather and reduction."""
         points = list(timeline(self.chain, self.plan, at_most=True))
         yield from self._forward([point for point in points if point.phase == "forward"])
         yield from self._backward(list(_turns(points)))
@@ -295,7 +295,7 @@ def _turns(points: list[TimelinePoint]) -> Iterator[list[TimelinePoint]]:
 
 
 def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[float, float]:
-    """Return the seconds of traffic of weights and gradients in a micro-batch, and how many of them nothing hides.
+    """Return the seconds of communication in a micro-batch, and those that are exposed: not overlapped by computation.
 
     They are means over the micro-batches that are reduced together: NOTE [ traffic ].
 

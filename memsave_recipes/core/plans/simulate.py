@@ -10,7 +10,7 @@ from itertools import takewhile
 from memsave_recipes.core.plans.chain import BlockOption, Chain
 from memsave_recipes.core.plans.plan import Action, Plan, Span, plan_for
 
-PINNING = 8  # pinned memory is larger than what it holds by at most one part in so many
+PINNING = 8  # pinned memory is at most 1 / PINNING larger than what it holds
 Storages = dict[str, int]
 """Bytes by the name of the storage; ``|`` joins two sets of them, each storage once."""
 
@@ -26,7 +26,7 @@ class TimelinePoint:
         gradients_bytes: the parameter gradients made so far.
         held_bytes: what other blocks hold until their backward.
         own_bytes: what is live for this block alone, ``temporary_bytes`` included.
-        temporary_bytes: its transient peak, and after its forward also the gradient of its output.
+        temporary_bytes: its transient peak, and in recomputation and backward also the incoming gradient.
         traffic_bytes: weights that are gathered and gradients on their way, in shards.
     """
 
@@ -42,7 +42,7 @@ class TimelinePoint:
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
+        """The sum of the bytes above; ``temporary_bytes`` are in ``own_bytes`` already."""
         return self.resident_bytes + self.gradients_bytes + self.held_bytes + self.own_bytes + self.traffic_bytes
 
 
@@ -116,7 +116,7 @@ def with_pinning(num_bytes: int) -> int:
 
 def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
     """Return the costs of each span of ``plan``."""
-    costs = {position: SpanCosts(0, 0.0) for position in chain.decided}  # by the first block that runs as one
+    costs = {position: SpanCosts(0, 0.0) for position in chain.decided}  # of a joint span, at its first block
     states = _states(chain)
     held: Storages = {}
     for span in _spans(chain, plan):
@@ -168,7 +168,7 @@ def timeline(chain: Chain, plan: Plan, *, at_most: bool = False) -> Iterator[Tim
     """Yield the live bytes of a step under ``plan``: every block's forward and backward, then the optimizer.
 
     Args:
-        at_most: the first run of blocks that recompute is an upper bound: all that a block saves counts until its end.
+        at_most: bound the first run of blocks that recompute from above: count all that a block saves until its end.
     """
     spans = _spans(chain, plan)
     states = _states(chain)

@@ -6,8 +6,8 @@ recomputations to any depth, and bytes are rounded to slots. Ours are the plans 
 bytes are rounded.
 
 The guarantee. Take all plans: every split of the stacks into spans, every action per block that the chain has costs
-for. None whose simulated peak fits adds less time than ``solve``'s, noise counted in. For plans are paths (NOTE
-[ resources ]), and ``shortest_path`` proves its path optimal, or bounds the gap.
+for. Of those whose simulated peak fits, no plan has less ``added_s + noise_s`` than ``solve``'s. A plan is a path
+(NOTE [ resources ]), and ``shortest_path`` proves its path optimal, or bounds the gap.
 
 NOTE [ label setting ]
 1. Paths grow block by block as *labels* (cost, resources). A label that another one at its block dominates is dropped.
@@ -89,7 +89,7 @@ def smallest_feasible(chain: Chain) -> int:
 def _fewest_bytes(edges: Edges) -> int:
     """Return the fewest free bytes with a feasible path.
 
-    What a path may hold at its start falls by a byte with each free byte less, so all of that is more than needed.
+    The most that a path may hold at its start is all free bytes less the fewest that it needs.
     """
     return ENOUGH_BYTES - max(held for held, _ in resource_bounds(edges, ENOUGH_BYTES)[0])
 
@@ -175,7 +175,7 @@ def shortest_path(edges: Edges, free_bytes: int) -> ShortestPath | None:
 
 
 def resource_bounds(edges: Edges, free_bytes: int) -> list[list[Resources]]:
-    """Return for each block the largest resources with a feasible continuation; none if there is none, even from 0."""
+    """Return for each block the maximal resources with a feasible continuation; an empty list where there is none."""
     bounds: list[list[Resources]] = [[] for _ in edges] + [[(free_bytes, sys.maxsize)]]
     for position in reversed(range(len(edges))):
         found = {_bound_before(edge, bound, free_bytes) for edge in edges[position] for bound in bounds[edge.stop]}
@@ -293,9 +293,9 @@ class _Search:
 
 
 def _truncate(bounded: list[tuple[float, Label]], max_labels: int) -> tuple[list[tuple[float, Label]], float]:
-    """Keep the label with the least bound of each of ``max_labels`` ranges of held bytes; return the least truncated.
+    """Keep one label, that of the least bound, per range of held bytes; return the least bound of all others, too.
 
-    The bounds alone would prefer labels that hold much, and so leave a first pass with bad paths.
+    There are ``max_labels`` ranges. By bounds alone, labels that hold much would win, and a first pass find bad paths.
     """
     held = [resources[HELD] for _, (_, resources, _, _) in bounded]
     least, most = min(held), max(held)
