@@ -51,13 +51,16 @@ def test_products_are_those_of_the_formula(counted):
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "layers", "tokens", "words"),
-    [("GPT-2 124M, 50,257 words", "gpt2", 12, 16 * 1024, 50257), ("Llama 3.2 1B, autocast", "llama", 16, 8192, 128256)],
+    ("model", "name", "layers", "tokens", "words"),
+    [
+        ("GPT-2 124M, 50,257 words", "GPT-2", 12, 16 * 1024, 50257),
+        ("Llama 3.2 1B, autocast", "Llama 3.2 1B", 16, 8192, 128256),
+    ],
 )
-def test_compiled_layers_and_loss_move_what_the_real_compiler_says(load, published, model, kind, layers, tokens, words):
+def test_compiled_layers_and_loss_move_what_the_real_compiler_says(load, published, model, name, layers, tokens, words):
     """Layers move what the code for cards does, and the loss 6 bytes a logit; embedding and last norm are eager."""
     mfu = load("mfu")
-    (layer,) = json.loads((RESULTS / "triton_kernels.json").read_text(encoding="utf-8"))["rows"][kind]["layers"]
+    (layer,) = json.loads((RESULTS / "triton_kernels.json").read_text(encoding="utf-8"))["rows"][name]
     passes = [layer[name] for name in ("forward", "backward")]
     of_layer = tokens * layer["width"] * sum(one["read"] + one["written"] for one in passes)
     of_layer += layer["weights"] * sum(one["of_weights"] for one in passes)

@@ -12,10 +12,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from triton_kernels.models import MODELS, larger_than_smallest, model_of_types
+from triton_kernels.models import compiled_models
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "triton_kernels.json"
-LOSS = "loss"
+LAYERS, LOSS = "layers", "loss"
 PASSES = ("forward", "backward")
 CLASSES = ("pointwise", "reduction", "persistent_reduction")
 _OF_CLASSES = [
@@ -34,12 +34,9 @@ cards that are not there. No figure was measured on a card. Layers are under the
 autocast. Inductor writes the kernels for an H100. Triton and ptxas make machine code of them for an A100 (sm_80) and an
 H100 (sm_90), of each in its first configuration. Versions: {versions}.
 
-These {chosen} models, one of a type, stand for the {models} on that page whose layers plans compile, because models of
-a type have the same layers with other widths and heads. Each is the smallest of its type, but for {larger}. Bytes
-depend on the widths of MLPs and heads beside the layer's; which reductions are persistent, registers and spills depend
-on the layer's own. So those of the other models are not known. DINOv2 giant has another MLP, which is not here. Neither
-are VGG and DenseNet: plans compile no blocks in sequence. Models of images and text are not here either: how they run
-depends on values of their inputs, and these layers are traced without any.
+These {models} models are all of that page whose layers plans compile. VGG and DenseNet are not here: plans compile no
+blocks in sequence. Neither are models of images and text: how they run depends on values of their inputs, and these
+layers are traced without any.
 
 No optimizer has a row, because inductor compiles none. AdamW and SGD are torch's fused ones: CUDA kernels of ATen,
 compiled when torch was built. 8-bit AdamW is CUDA, too, of bitsandbytes. All others call ATen's operators one by one.
@@ -68,19 +65,20 @@ vocabulary is no multiple of 64. The products with the head are calls of a libra
 """
 
 
-def keep(name: str, rows: Any) -> None:
+def keep(name: str, rows: Any, kind: str = LAYERS) -> None:
     """Leave rows for the page, if the run names a folder for them."""
     if folder := os.environ.get("TRITON_ROWS"):
-        path = Path(folder, f"{name}.json")
+        path = Path(folder, kind, f"{name.replace('/', '-')}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def kept(folder: Path, names: dict[str, str]) -> dict:
-    """The rows of a run, by type, and those of the loss."""
+def kept(folder: Path) -> dict:
+    """The rows of a run, by model, and those of the loss."""
+    layers = _read(folder / LAYERS)
     return {
         "versions": {name: version(name).partition("+")[0] for name in ("torch", "triton", "transformers")},
-        "rows": {kind: {"model": names[kind], "layers": layers} for kind, layers in _read(folder).items()},
+        "rows": {name: layers[name.replace("/", "-")] for name in compiled_models()},
         LOSS: list(_read(folder / LOSS).values()),
     }
 
@@ -91,13 +89,10 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def page_of(results: dict) -> str:
     """The page."""
-    layers = [(row["model"], layer) for row in results["rows"].values() for layer in row["layers"]]
-    chosen = model_of_types()
+    layers = [(name, layer) for name, rows in results["rows"].items() for layer in rows]
     introduction = INTRODUCTION.format(
         versions=", ".join(f"{name} {number}" for name, number in results["versions"].items()),
-        chosen=len(chosen),
-        models=sum(model.config.get("model_type") in chosen for model in MODELS),
-        larger=" and ".join(larger_than_smallest()),
+        models=len(results["rows"]),
     )
     parts = [
         *paragraphs(introduction),
@@ -134,9 +129,9 @@ def spills_of(results: dict) -> str:
 
 
 def _named(results: dict) -> Iterator[tuple[str, dict]]:
-    for row in results["rows"].values():
-        for layer in row["layers"]:
-            yield f"{row['model']} of width {layer['width']}", layer
+    for name, rows in results["rows"].items():
+        for layer in rows:
+            yield f"{name} of width {layer['width']}", layer
     for row in results[LOSS]:
         yield f"the loss of {row['words']:,} words", row
 
@@ -179,8 +174,7 @@ def _registers(code: dict) -> str:
 def main(*folder: str) -> None:
     """Keep the rows of a run, if there is one, and write the page."""
     if folder:
-        names = {kind: model.name for kind, model in model_of_types().items()}
-        RESULTS.write_text(json.dumps(kept(Path(*folder), names), indent=1) + "\n", encoding="utf-8")
+        RESULTS.write_text(json.dumps(kept(Path(*folder)), indent=1) + "\n", encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     RESULTS.with_suffix(".md").write_text(page_of(results), encoding="utf-8")
 

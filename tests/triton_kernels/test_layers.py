@@ -11,30 +11,30 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 from triton_kernels.layers import calls_of, rows_of  # noqa: E402
 from triton_kernels.limits import check_layers  # noqa: E402
-from triton_kernels.models import flags_of, model_of_types  # noqa: E402
+from triton_kernels.models import compiled_models, flags_of  # noqa: E402
 from triton_kernels.page import RESULTS, keep  # noqa: E402
 
-MODELS = model_of_types()
-SAMPLE = ("gpt2", "llama")
+MODELS = compiled_models()
+SAMPLE = ("GPT-2", "Llama 3.2 1B")
 
 
-def expected(kind):
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["rows"][kind]["layers"]
+def expected(name):
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["rows"][name]
 
 
 @pytest.mark.timeout(900)  # Swin and the convolutional networks have many kernels
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow) for kind in MODELS]
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in MODELS]
 )
-def test_layers_take_no_more_than_on_the_page(kind, tmp_path):
-    rows = rows_of(calls_of(*flags_of(MODELS[kind], tmp_path), torch.bfloat16), torch.bfloat16)
-    keep(kind, rows)
-    check_layers(rows, expected(kind))
+def test_layers_take_no_more_than_on_the_page(name, tmp_path):
+    rows = rows_of(calls_of(*flags_of(MODELS[name], tmp_path), torch.bfloat16), torch.bfloat16)
+    keep(name, rows)
+    check_layers(rows, expected(name))
 
 
 def test_a_smaller_ratio_saves_less_and_computes_more(tmp_path):
     """At 0 a layer saves its inputs alone."""
-    calls = calls_of(*flags_of(MODELS["gpt2"], tmp_path), torch.bfloat16)[:1]
+    calls = calls_of(*flags_of(MODELS["GPT-2"], tmp_path), torch.bfloat16)[:1]
     whole, half, none = (rows_of(calls, torch.bfloat16, ratio, with_code=False)[0] for ratio in (1.0, 0.5, 0.0))
     assert whole["saved"] > half["saved"] > none["saved"] == 0
     assert whole["backward"]["library_calls"] < half["backward"]["library_calls"] < none["backward"]["library_calls"]
@@ -64,11 +64,11 @@ class ApartFromOthers(nn.Module):
 
 @pytest.mark.parametrize(("activation", "fits"), [(nn.GELU("tanh"), True), (ApartFromOthers(), False)])
 def test_a_layer_that_does_not_fuse_fails(activation, fits, tmp_path):
-    calls = calls_of(*flags_of(MODELS["gpt2"], tmp_path), torch.bfloat16)[:1]
+    calls = calls_of(*flags_of(MODELS["GPT-2"], tmp_path), torch.bfloat16)[:1]
     calls[0].layer.mlp.act = activation
     rows = rows_of(calls, torch.bfloat16, with_code=False)
     if fits:
-        check_layers(rows, expected("gpt2"))
+        check_layers(rows, expected("GPT-2"))
     else:
         with pytest.raises(AssertionError, match="bytes an element"):
-            check_layers(rows, expected("gpt2"))
+            check_layers(rows, expected("GPT-2"))

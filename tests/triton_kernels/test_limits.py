@@ -9,7 +9,7 @@ import pytest
 from triton_kernels.limits import check_layers
 from triton_kernels.page import RESULTS
 
-LIMITS = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]["gpt2"]["layers"]
+LIMITS = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]["GPT-2"]
 
 
 @pytest.mark.parametrize(

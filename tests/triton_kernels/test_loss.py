@@ -47,7 +47,7 @@ def row_of(words, softcap):
 @pytest.mark.parametrize(("words", "softcap"), [(50257, None), (50304, None), (128256, None), (256000, 30.0)])
 def test_logits_are_read_twice_and_written_once(words, softcap):
     row = row_of(words, softcap)
-    keep(f"{LOSS}/{words:06}", row)
+    keep(f"{words:06}", row, LOSS)
     assert row["library_calls"] == 0
     assert (row["read"], row["written"]) == pytest.approx((2 * LOGIT, LOGIT), rel=0.01)
     assert all(code["spilled_bytes"] == 0 for classes in row["machine_code"].values() for code in classes.values())
