@@ -227,7 +227,36 @@ def _joinable(siblings: list[Layer]) -> Iterator[tuple[Layer, ...]]:
 
 
 def _returns_tensor(module: nn.Module) -> bool:
-    return inspect.signature(_forward_of(module)).return_annotation in (Tensor, "torch.Tensor", "Tensor")
+    forward = _forward_of(module)
+    annotation = inspect.signature(forward).return_annotation
+    return annotation in (Tensor, "torch.Tensor", "Tensor") or _returns_its_residual(forward)
+
+
+def _returns_its_residual(forward: Any) -> bool:
+    """Whether a forward returns its first argument after adding to it, as Gemma 3's does, which promises a tuple."""
+    tree = _parsed(forward)
+    function = tree.body[0] if isinstance(tree, ast.Module) else None
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
+        return False
+    stream, nodes = function.args.args[1].arg, list(ast.walk(function))
+    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and _names(stream, node.targets)]
+    last = max(assigned, key=lambda node: node.lineno, default=None)
+    is_sum = last is not None and isinstance(last.value, ast.BinOp)
+    has_tuples = any(isinstance(part, ast.Tuple) for node in assigned for part in ast.walk(node.value))
+    return all(_names(stream, [value]) for value in returned) and is_sum and not has_tuples
+
+
+def _names(name: str, nodes: Sequence[ast.AST | None]) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
+
+
+def _parsed(function: Any) -> ast.AST | None:
+    """The source of a function, if it can be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def _stacks_of_containers(model: nn.Module) -> list[Stack]:
@@ -356,10 +385,9 @@ def _sources_of_forward(kind: type[nn.Module]) -> list[ast.AST]:
         method = getattr(kind, name, None)
         if name in trees or not inspect.isfunction(method):
             continue
-        try:
-            trees[name] = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
-        except (OSError, TypeError, SyntaxError):
+        if (tree := _parsed(method)) is None:
             continue
+        trees[name] = tree
         names += [node.attr for node in ast.walk(trees[name]) if isinstance(node, ast.Attribute)]
     return list(trees.values())
 

@@ -5,7 +5,9 @@ from itertools import product
 import pytest
 import torch
 from samples import sample
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memsave_recipes.core.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.models.adapters import LoraArguments, add_lora
@@ -28,7 +30,13 @@ SHAPE = {
     "cls_token_id": 1,
     "sep_token_id": 2,
 }
-LANGUAGE_MODELS = ["gpt2", "llama", "qwen3"]
+LANGUAGE_MODELS = [
+    "gpt2",
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "gpt_neox",
+]  # the last two promise no tensor, and return one
 ENCODERS = ["bert", "modernbert"]
 
 
@@ -66,7 +74,15 @@ def train_step(model_type, strategy, *, lora):
     return {"loss": getattr(output, "loss", output).detach(), "rng": torch.get_rng_state(), **gradients}
 
 
-FAST = [("gpt2", True), ("llama", False), ("qwen3", False), ("bert", True), ("modernbert", False)]
+FAST = [
+    ("gpt2", True),
+    ("llama", False),
+    ("qwen3", False),
+    ("gemma3_text", True),
+    ("gpt_neox", False),
+    ("bert", True),
+    ("modernbert", False),
+]
 
 
 @pytest.mark.parametrize(("model_type", "lora"), sample(FAST, product([*LANGUAGE_MODELS, *ENCODERS], [False, True])))
@@ -74,9 +90,61 @@ def test_every_strategy_gives_the_plain_gradients(model_type, lora):
     expected = train_step(model_type, "none", lora=lora)
     assert all(gradient is not None for gradient in expected.values())
     assert any(("lora_A" in name) for name in expected) == lora
-    num_blocks = sum(map(len, block_names(find_stacks(build(model_type)))))
+    (stack,) = block_names(find_stacks(build(model_type)))
+    num_blocks = len(stack)
     assert num_blocks == 4
     for strategy in ["full", *(f"{word}:{k}" for word in ("every", "segments") for k in range(1, num_blocks + 1))]:
         record = train_step(model_type, strategy, lora=lora)
         different = [name for name, tensor in expected.items() if not torch.equal(record[name], tensor)]
         assert not different, (strategy, different)
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class ReturnsASum(Layer):
+    def forward(self, states, mask=None):
+        residual = states
+        states = self.linear(states)
+        states = residual + states
+        return states
+
+
+class ReturnsAPair(Layer):
+    def forward(self, states):
+        states = states + self.linear(states)
+        return states, None
+
+
+class ReturnsATupleByName(Layer):
+    def forward(self, states):
+        states = (states + self.linear(states),)
+        states = states + (None,)  # noqa: RUF005, as models write it
+        return states
+
+
+class ReturnsAnotherName(Layer):
+    def forward(self, states):
+        outputs = states + self.linear(states)
+        return outputs
+
+
+class MayReturnAPair(Layer):
+    def forward(self, states, wanted=False):
+        states = states + self.linear(states)
+        if wanted:
+            return states, None
+        return states
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_stacks"),
+    [(ReturnsASum, 1), (ReturnsAPair, 3), (ReturnsATupleByName, 3), (ReturnsAnotherName, 3), (MayReturnAPair, 3)],
+)
+def test_layers_that_add_to_their_input_recompute_together(kind, num_stacks):
+    model = nn.Module()
+    model.layers = nn.ModuleList(kind() for _ in range(3))
+    assert len(find_stacks(model)) == num_stacks
