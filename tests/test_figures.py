@@ -416,7 +416,6 @@ FIGURES = {
         "8,192 or 1,024 tokens": Stated("settings"),
         "default: 95 % of a GPU's": Stated("a setting"),
         "Defaults: 2,048 tokens": Stated("a setting"),
-        "at 1,024 tokens, 2,048 and so on": Stated("lengths that are tried"),
         "within 1 % of the fastest": Stated("a setting"),
         "at most 1 % (none is added after 10 s of them": Stated("settings"),
         "leaves 5 % of a GPU": Stated("an assumption"),

@@ -103,8 +103,6 @@ def add_frontier(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``memsave frontier``."""
     _add_recipe_flags(parser)
     parser.add_argument("--all", action="store_true", help="show all points, not only Pareto-optimal ones")
-    parser.add_argument("--measure", action="store_true", help="also measure the points on this machine's device")
-    parser.add_argument("--over", choices=["block_size"], help="compare memory with the length of rows")
     _add_files(parser, "png", "html", "json")
     parser.set_defaults(command=_imported("memsave_recipes.tools.cli.plan", "frontier"))
 

@@ -15,13 +15,12 @@ shared by as few ranks as suffice for its length, and for ``--largest block_size
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from math import ceil
-from typing import Any
 
 from memsave_recipes.core.costs.estimate import fake_model
-from memsave_recipes.core.errors import InputError, require
+from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.planner.search import Choice
 from memsave_recipes.core.planner.task import choose_for_target
 from memsave_recipes.core.progress import ProgressBar
@@ -29,32 +28,22 @@ from memsave_recipes.tools.cli.flags import STDOUT, write_text, writing
 from memsave_recipes.tools.cli.request import (
     SHARED,
     PlanRequest,
-    check_device,
     check_plan_file,
     choose,
     launch_line,
-    measured_points,
     read_request,
     record_of,
-    record_of_candidate,
     to_json,
     without,
 )
-from memsave_recipes.tools.fit.frontier import (
-    TOKENS_APART,
-    Curve,
-    curves,
-    every_strategy,
-    points_of,
-    speed_of,
-    under_each,
-)
+from memsave_recipes.tools.fit.frontier import every_strategy, points_of, speed_of
 from memsave_recipes.tools.pages.choice import best_rows, show_choice, speed_line
-from memsave_recipes.tools.pages.frontier import by_family, frontier_page, plan_page, show_curves, show_points
+from memsave_recipes.tools.pages.frontier import by_family, frontier_page, plan_page, show_points
 
 BLOCK, MICRO, GLOBAL = "block_size", "micro_batch_size", "global_batch_size"
 NAMES = (BLOCK, MICRO, GLOBAL)
 NO_LIMIT = 2**20
+TOKENS_APART = 64
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -91,16 +80,9 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def frontier(arguments: argparse.Namespace) -> None:
-    """Print the Pareto-optimal strategies and micro-batch sizes, or with ``--over`` the need by the length of rows."""
-    if arguments.over:
-        _over_lengths(arguments)
-        return
+    """Print the Pareto-optimal strategies and micro-batch sizes."""
     request = read_request(arguments)
-    if arguments.measure:
-        check_device(request)
     points = points_of(choose(request, candidates=every_strategy).candidates)
-    if arguments.measure:
-        points = measured_points(request, points, all_points=arguments.all)
     if arguments.png is None and str(arguments.json) != STDOUT:
         show_points(points, request.remarks, all_rows=arguments.all)
     if arguments.json:
@@ -114,25 +96,6 @@ def frontier(arguments: argparse.Namespace) -> None:
         figure = frontier_figure(by_family(points), f"{request.title} on {request.place}", request.budget_bytes)
         with writing(f"--png {arguments.png}"):
             figure.savefig(arguments.png, format="png")
-
-
-def _over_lengths(arguments: argparse.Namespace) -> None:
-    for flag in ("measure", "html", "all"):
-        require(not getattr(arguments, flag), f"--{flag}", "", "left out beside --over, which has no throughput")
-    request = read_request(arguments)
-    found = _curves_over_lengths(arguments)
-    if arguments.png is None and str(arguments.json) != STDOUT:
-        show_curves(found, request.remarks, request.budget_bytes)
-    if arguments.json:
-        record = record_of(request, [], **_record_of_curves(found, request.budget_bytes))
-        write_text("--json", arguments.json, to_json(record))
-    if arguments.png:
-        from memsave_recipes.tools.pages.plot import write_curves_png
-
-        with writing(f"--png {arguments.png}"):
-            lines = {curve.strategy: [(one.needed_bytes, length) for length, one in curve.points] for curve in found}
-            card = {request.launch.target.name: request.budget_bytes}
-            write_curves_png(lines, arguments.png, f"{request.title} on {request.place}", card)
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[PlanRequest, Choice]:
@@ -213,44 +176,12 @@ def _largest(arguments: argparse.Namespace, name: str, step: int, most: int) -> 
     return low
 
 
-def _curves_over_lengths(arguments: argparse.Namespace) -> list[Curve]:
-    """Return the need of the request under each strategy, by ``--block_size``; with the last of several losses."""
-    first = read_request(arguments)
-    _begin(first, BLOCK, "--over")
-    with ProgressBar(desc="estimating", unit="length") as bar:
-
-        def estimate(length: int) -> Choice:
-            bar.set_postfix_str(f"{length} tokens", refresh=False)
-            bar.update()
-            request = _probed(arguments, _probe(first, BLOCK, length))
-            task = replace(request.task, losses=request.task.losses[-1:])
-            return choose_for_target(task, request.launch, request.budget_bytes, candidates=under_each)
-
-        return curves(estimate, _most(first, BLOCK))
-
-
-def _record_of_curves(found: Sequence[Curve], budget_bytes: int) -> dict[str, Any]:
-    """Return the curves as data."""
-    return {
-        "over": BLOCK,
-        "curves": [
-            {
-                "strategy": curve.strategy,
-                "longest": curve.longest(budget_bytes),
-                "points": [{BLOCK: length, **record_of_candidate(one)} for length, one in curve.points],
-            }
-            for curve in found
-        ],
-    }
-
-
-def _begin(request: PlanRequest, name: str, flag: str = "--largest") -> int:
+def _begin(request: PlanRequest, name: str) -> int:
     """Return the value to begin with: that of the flags, or their default."""
     value = getattr(request.task.run, name, None)
     if value is None and name != MICRO:
         raise InputError(
-            f"{flag} {name}: {request.recipe.stem} has no such flag: "
-            + (f"choose another of {', '.join(NAMES)}" if flag == "--largest" else "leave it out")
+            f"--largest {name}: {request.recipe.stem} has no such flag: choose another of {', '.join(NAMES)}"
         )
     if name == GLOBAL and MICRO in request.named:
         raise InputError(f"--largest {name}: with --{MICRO} every global batch fits that one step does: leave it out")
@@ -291,11 +222,7 @@ def _with_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> argparse
     return argparse.Namespace(**{**vars(arguments), "flags": list(flags)})
 
 
-def _probed(arguments: argparse.Namespace, flags: Sequence[str]) -> PlanRequest:
-    """Read the request with other flags, in shards with what needs least."""
-    return read_request(_with_flags(arguments, flags)).reducing_every_micro_batch()
-
-
 def _choice(arguments: argparse.Namespace, flags: Sequence[str]) -> Choice:
-    request = _probed(arguments, flags)
+    """Choose with other flags, in shards with what needs least."""
+    request = read_request(_with_flags(arguments, flags)).reducing_every_micro_batch()
     return choose_for_target(request.task, request.launch, request.budget_bytes)

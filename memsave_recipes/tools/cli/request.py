@@ -4,11 +4,10 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from memsave_recipes.core.costs.targets import Target, target_of
@@ -31,7 +30,7 @@ from memsave_recipes.core.step.settings import AUTO
 from memsave_recipes.core.text import GIB, to_gib
 from memsave_recipes.tools.cli.flags import CONFIGS, other_recipe, recipe_at_hand, recipes_folder
 from memsave_recipes.tools.fit.advice import budget_too_small
-from memsave_recipes.tools.fit.frontier import FrontierPoint, run_points
+from memsave_recipes.tools.fit.frontier import FrontierPoint
 from memsave_recipes.tools.fit.recipe_task import read_task
 from memsave_recipes.training.arguments import PRECISIONS
 from memsave_recipes.training.parsing import named_flags, underscored
@@ -328,26 +327,6 @@ def without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
     return kept
 
 
-def check_device(request: PlanRequest) -> None:
-    """Raise ``InputError`` for ``--measure`` on several devices or on another one than this machine's."""
-    target = request.launch.target
-    if target.word != "cpu" and not (torch.cuda.is_available() and target.name == torch.cuda.get_device_name()):
-        raise InputError(f"--measure runs on this machine's device, which is not {target.name}: leave out --target")
-    if request.launch.num_processes > 1:
-        raise InputError("--measure runs on one device: leave out --num_processes")
-
-
-def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, all_points: bool) -> list[FrontierPoint]:
-    """Run the Pareto-optimal points, or all; return ``points`` with what was measured."""
-    chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
-    with ProgressBar(desc="measuring", total=len(chosen), unit="point") as bar:
-        runs = run_points(request.task, request.launch, [points[number] for number in chosen], on_run=bar.update)
-    found = list(points)
-    for number, run in zip(chosen, runs, strict=True):
-        found[number] = run
-    return found
-
-
 def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: Any) -> dict[str, Any]:
     """Return the request, its candidates and ``others`` as data, in bytes and seconds."""
     launch, run = request.launch, request.task.run
@@ -403,7 +382,6 @@ def _of_point(point: FrontierPoint) -> dict[str, Any]:
     return {
         **record_of_candidate(point.candidate),
         "is_pareto_optimal": point.is_optimal,
-        **({"measured": asdict(point.measured)} if point.measured else {}),
         "plan": json.loads(point.candidate.forecast.plan.to_json()),
     }
 

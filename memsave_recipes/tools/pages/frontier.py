@@ -6,11 +6,10 @@
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from memsave_recipes.core.planner.search import Candidate
 from memsave_recipes.core.text import format_bytes, format_rate, format_seconds
-from memsave_recipes.tools.fit.frontier import Curve, FrontierPoint, lengths_of
+from memsave_recipes.tools.fit.frontier import FrontierPoint
 from memsave_recipes.tools.pages import new_table, show_all
 from memsave_recipes.tools.pages.choice import (
     CandidateColumn,
@@ -39,7 +38,6 @@ def show_points(points: Sequence[FrontierPoint], remarks: Sequence[str], *, all_
 
 def _table(points: Sequence[FrontierPoint]) -> Table:
     fastest = max(point.candidate.samples_per_s for point in points)
-    has_measured = any(point.measured for point in points)
     columns = [
         CandidateColumn("needed", lambda one: format_bytes(one.needed_bytes), "right"),
         *plan_columns([point.candidate for point in points]),
@@ -48,38 +46,12 @@ def _table(points: Sequence[FrontierPoint]) -> Table:
     table = new_table()
     for column in columns:
         table.add_column(column.heading, justify=column.justify, no_wrap=True)
-    for heading in ("measured", "needed") if has_measured else ():
-        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("samples/s, dots beyond the Pareto front", no_wrap=True)
     for point in points:
         one = point.candidate
-        cells = [*(column.cell(one) for column in columns), *(_measured_cells(point) if has_measured else [])]
         letters = ("█" if point.is_optimal else "·") * max(1, round(BAR_COLUMNS * one.samples_per_s / fastest))
-        table.add_row(*cells, letters, style="" if one.fits else "dim")
+        table.add_row(*(column.cell(one) for column in columns), letters, style="" if one.fits else "dim")
     return table
-
-
-def show_curves(found: Sequence[Curve], remarks: Sequence[str], budget_bytes: int) -> None:
-    """Print what a step needs by the length of its rows, strategy by strategy; then the sources of the figures."""
-    table = new_table()
-    table.add_column("tokens", justify="right", no_wrap=True)
-    for curve in found:
-        table.add_column(curve.strategy, justify="right", no_wrap=True)
-    for length in lengths_of(found):
-        of_length = [dict(curve.points).get(length) for curve in found]
-        cells = [Text(format_bytes(one.needed_bytes), "" if one.fits else "dim") if one else "" for one in of_length]
-        table.add_row(f"{length:,}", *cells)
-    longest = [curve.longest(budget_bytes) for curve in found]
-    table.add_section()
-    table.add_row("about", *("-" if length is None else f"{length:,}" for length in longest))
-    ending = f"about: the longest rows that fit in {format_bytes(budget_bytes)}, between two lengths in proportion"
-    show_all(table, ending, *remarks)
-
-
-def _measured_cells(point: FrontierPoint) -> list[str]:
-    if point.measured is None or point.measured_samples_per_s is None:
-        return ["-", "-"]
-    return [format_rate(point.measured_samples_per_s), format_bytes(point.measured.needed_bytes)]
 
 
 def plan_page(title: str, remarks: Sequence[str], points: Sequence[FrontierPoint], chosen: Candidate, line: str) -> str:
@@ -118,7 +90,6 @@ def _page(
     from memsave_recipes.tools.pages.plot import frontier_figure, to_svg
 
     families, candidates = by_family(points), [point.candidate for point in points]
-    has_measured = any(point.measured for point in points)
     scale_bytes = scale_of(candidates)
     rows = [
         Row(
@@ -131,20 +102,16 @@ def _page(
             ],
             is_chosen=point.candidate is chosen,
             is_over=not point.candidate.fits,
-            cells=[
-                *_cells(point.candidate),
-                *([_measured_cell(point)] if has_measured else []),
-                _bar(point.candidate, scale_bytes),
-            ],
+            cells=[*_cells(point.candidate), _bar(point.candidate, scale_bytes)],
         )
         for number, point in enumerate(points, start=1)
     ]
     section = Section(
-        headings=(*HEADINGS, *(["measured samples/s"] if has_measured else []), "parts"),
+        headings=(*HEADINGS, "parts"),
         rows=sorted(rows, key=lambda row: not row.is_chosen),  # it is seen at once
         command=command,
         parts=used_parts(candidates),
-        charts=[to_svg(frontier_figure(families, "crosses are measured" if has_measured else "", budget_bytes))],
+        charts=[to_svg(frontier_figure(families, "", budget_bytes))],
     )
     return render_page(title, f"budget {format_bytes(budget_bytes)}", lines, [section])
 
@@ -161,13 +128,6 @@ def _cells(one: Candidate) -> list[Cell]:
         Cell(text=format_rate(one.samples_per_s), sort_by=one.samples_per_s),
         Cell(text=fits_text(one), sort_by=one.needed_bytes - one.budget_bytes),
     ]
-
-
-def _measured_cell(point: FrontierPoint) -> Cell:
-    if point.measured is None or point.measured_samples_per_s is None:
-        return Cell()
-    speed = point.measured_samples_per_s
-    return Cell(text=format_rate(speed), detail=format_bytes(point.measured.needed_bytes), sort_by=speed)
 
 
 def _bar(one: Candidate, scale_bytes: int) -> Cell:

@@ -1,4 +1,4 @@
-"""Figures of a frontier and of rows against memory, and what these and ``charts`` share.
+"""The figure of a frontier, and what it and ``charts`` share.
 
 matplotlib is optional: other modules import these two when they draw.
 """
@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memsave_recipes.core.errors import packages_of
@@ -89,52 +88,14 @@ def frontier_figure(families: Mapping[str, Sequence["FrontierPoint"]], title: st
     if budget_bytes < max(point.candidate.needed_bytes for point in points):
         axes.axvline(budget_bytes / size, color="C3", linestyle=":", label="the budget")
     axes.set(title=plain(title), xlabel=f"memory needed, {unit}", ylabel="throughput, samples/s")
-    reached = [*map(_predicted, points), *filter(None, map(_measured, points))]
     scales = ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis))
-    for (set_scale, axis), values in zip(scales, zip(*reached, strict=True), strict=True):
+    for (set_scale, axis), values in zip(scales, zip(*map(_predicted, points), strict=True), strict=True):
         if max(values) > WIDE * min(values):
             set_scale("log")
             _set_log_ticks(axis)
     _name_points(axes, optimal, size)
     axes.legend(fontsize=9, frameon=False)
     return figure
-
-
-def write_curves_png(
-    curves: Mapping[str, Sequence[tuple[int, int]]],
-    path: Path,
-    title: str,
-    cards: Mapping[str, int],
-    marks: Mapping[str, tuple[int, int]] | None = None,
-) -> None:
-    """Draw the length of rows against memory: a line for each strategy, dotted ones for the memory of cards.
-
-    Args:
-        curves: by name, (bytes, tokens).
-        cards: by name, usable bytes.
-        marks: figures of others by name, (bytes, tokens).
-    """
-    figure = new_figure()
-    axes = figure.subplots()
-    for index, (name, points) in enumerate(curves.items()):
-        needed, tokens = [num_bytes / GIB for num_bytes, _ in points], [length for _, length in points]
-        style = LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)]
-        axes.plot(needed, tokens, marker="o", markersize=4, linestyle=style, label=plain(name))
-    for name, num_bytes in cards.items():
-        axes.axvline(num_bytes / GIB, color="0.6", linestyle=":")
-        place = (num_bytes / GIB, 0.02)
-        axes.annotate(plain(name), place, xycoords=("data", "axes fraction"), rotation=90, ha="right", va="bottom")
-    for name, (num_bytes, length) in (marks or {}).items():
-        place = (num_bytes / GIB, length)
-        axes.scatter(*place, marker="*", s=140, color="0.2", zorder=3)
-        axes.annotate(plain(name), place, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=9)
-    axes.set(title=plain(title), xlabel="memory needed, GiB", ylabel="tokens of a row")
-    axes.set_xscale("log")
-    axes.set_yscale("log", base=2)
-    _set_log_ticks(axes.xaxis)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(fontsize=9, frameon=False)
-    figure.savefig(path, format="png")
 
 
 def _set_log_ticks(axis: Axis) -> None:
@@ -145,11 +106,6 @@ def _set_log_ticks(axis: Axis) -> None:
 
 def _predicted(point: "FrontierPoint") -> Position:
     return point.candidate.needed_bytes, point.candidate.samples_per_s
-
-
-def _measured(point: "FrontierPoint") -> Position | None:
-    speed = point.measured_samples_per_s
-    return (point.measured.needed_bytes, speed) if point.measured and speed else None
 
 
 def _name(point: "FrontierPoint") -> str:
@@ -172,14 +128,8 @@ def _name_points(axes: Axes, points: Sequence["FrontierPoint"], size: int) -> No
 
 
 def _draw_family(axes: Axes, family: str, points: Sequence["FrontierPoint"], color: str, size: int) -> None:
-    """Draw predictions as circles, filled where they are optimal, each joined to the cross of its measurement."""
+    """Draw predictions as circles, filled where they are optimal."""
     faces = [color if point.is_optimal else "none" for point in points]
     memory, speeds = zip(*map(_predicted, points), strict=True)
     across = [num_bytes / size for num_bytes in memory]
     axes.scatter(across, speeds, s=36, edgecolors=color, facecolors=faces, label=family, zorder=2)
-    for point in points:
-        if (measured := _measured(point)) is not None:
-            memory, speeds = zip(_predicted(point), measured, strict=True)
-            across = [num_bytes / size for num_bytes in memory]
-            axes.plot(across, speeds, color=color, linewidth=0.8)
-            axes.scatter(across[1], speeds[1], s=40, marker="x", color=color, zorder=3)
