@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import sample
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ def sums_on_ranks(leaves: list[float], num_ranks: int, *, from_the_last: bool = 
     return total, most
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(st.lists(st.floats(-1e9, 1e9, width=32), min_size=1, max_size=40), st.integers(1, 9))
 def test_any_number_of_ranks_adds_up_to_the_same_bits(leaves: list[float], num_ranks: int) -> None:
     total, most = sums_on_ranks(leaves, num_ranks)
