@@ -25,9 +25,9 @@ import known_models
 import torch
 import transformers
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.costs import estimate
 from memsave_recipes.core.costs.block_costs import Measurement
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.targets import Target, find_target
 from memsave_recipes.core.planner.search import Candidate, SearchSpace
 from memsave_recipes.core.planner.task import Launch, Task

@@ -26,9 +26,9 @@ import known_models
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.costs import estimate, fake_step
 from memsave_recipes.core.costs.fake_step import bytes_moved
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.repeats import Repeats
 from memsave_recipes.core.costs.targets import find_target
 from memsave_recipes.core.planner.task import Estimates, Launch

@@ -43,8 +43,8 @@ from recipe_steps import build
 from torch._dynamo.utils import counters
 
 from memsave_recipes.core.activations import apply_plan, plan_blocks
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.costs import estimate
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.repeats import Repeats
 from memsave_recipes.core.costs.targets import Target, find_target
 from memsave_recipes.core.errors import InputError

@@ -176,7 +176,7 @@ class Bench:
             return {"peak_allocated_bytes": resident + harness.peak_bytes(lambda: step(*batch), self.device)}
         step(*batch)
         harness.wait_for_device()
-        return asdict(read_device_memory(self.device))
+        return read_device_memory(self.device)
 
     def saved_for_backward_bytes(self, model: nn.Module, micro_batch_size: int) -> int:
         """What the forward of one micro-batch keeps."""

@@ -9,51 +9,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memsave_recipes.core.activations import PlanHandle, apply_plan
-    from memsave_recipes.core.errors import InputError
-    from memsave_recipes.core.host.state import keep_state_on_host
-    from memsave_recipes.core.host.step import step_on_host
-    from memsave_recipes.core.losses import linear_cross_entropy
-    from memsave_recipes.core.planner import StaticMemory, make_plan
-    from memsave_recipes.core.planner.search import Candidate, Choice
-    from memsave_recipes.core.planner.task import Task, estimate
-    from memsave_recipes.core.plans import Plan
-    from memsave_recipes.core.proof import Verdict, verify
-    from memsave_recipes.integrations.lightning_callback import MemsaveLightningCallback
-    from memsave_recipes.integrations.planned_training import PlannedTraining, prepare
-    from memsave_recipes.integrations.trainer_callback import MemsaveCallback
-    from memsave_recipes.models.fused_ops import fuse_operators
-    from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+    from memsave_recipes.core.activations import PlanHandle as PlanHandle
+    from memsave_recipes.core.activations import apply_plan as apply_plan
+    from memsave_recipes.core.errors import InputError as InputError
+    from memsave_recipes.core.host.state import keep_state_on_host as keep_state_on_host
+    from memsave_recipes.core.host.step import step_on_host as step_on_host
+    from memsave_recipes.core.losses import linear_cross_entropy as linear_cross_entropy
+    from memsave_recipes.core.planner import StaticMemory as StaticMemory
+    from memsave_recipes.core.planner import make_plan as make_plan
+    from memsave_recipes.core.planner.search import Candidate as Candidate
+    from memsave_recipes.core.planner.search import Choice as Choice
+    from memsave_recipes.core.planner.task import Task as Task
+    from memsave_recipes.core.planner.task import estimate as estimate
+    from memsave_recipes.core.plans import Plan as Plan
+    from memsave_recipes.core.proof import Verdict as Verdict
+    from memsave_recipes.core.proof import verify as verify
+    from memsave_recipes.integrations.lightning_callback import MemsaveLightningCallback as MemsaveLightningCallback
+    from memsave_recipes.integrations.planned_training import PlannedTraining as PlannedTraining
+    from memsave_recipes.integrations.planned_training import prepare as prepare
+    from memsave_recipes.integrations.trainer_callback import MemsaveCallback as MemsaveCallback
+    from memsave_recipes.models.fused_ops import fuse_operators as fuse_operators
+    from memsave_recipes.training.arguments import OptimizerArguments as OptimizerArguments
+    from memsave_recipes.training.arguments import RunArguments as RunArguments
 
 __version__ = "0.3.0"
 
 # transformers imports peft, which imports bitsandbytes, which warns on some CPUs of a kernel for 4-bit layers alone.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-__all__ = [
-    "Candidate",
-    "Choice",
-    "InputError",
-    "MemsaveCallback",
-    "MemsaveLightningCallback",
-    "OptimizerArguments",
-    "Plan",
-    "PlanHandle",
-    "PlannedTraining",
-    "RunArguments",
-    "StaticMemory",
-    "Task",
-    "Verdict",
-    "apply_plan",
-    "estimate",
-    "fuse_operators",
-    "keep_state_on_host",
-    "linear_cross_entropy",
-    "make_plan",
-    "prepare",
-    "step_on_host",
-    "verify",
-]
 
 _MODULES = {
     "core.activations": ("PlanHandle", "apply_plan"),
@@ -73,6 +55,7 @@ _MODULES = {
     "training.arguments": ("OptimizerArguments", "RunArguments"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def _import(name: str) -> Any:

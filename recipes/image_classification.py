@@ -86,7 +86,7 @@ def train(run: Run) -> dict[str, Any]:
     bare, model = run.build(task, batches)
     optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the scheduler: it would step once per process
 
     # The activation plan that the flags name, or the fastest that fits the memory; ``model`` may be DDP around ``bare``
     plan = run.choose_plan(model, optimizer)

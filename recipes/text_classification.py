@@ -60,7 +60,6 @@ class Arguments(
     """The flags of text classification; no model of texts has BatchNorm."""
 
     batchnorm: Literal["local", "global"] = field(default="local", init=False)
-    sync_batchnorm: bool = field(default=False, init=False)
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
 
 
@@ -91,7 +90,7 @@ def train(run: Run) -> dict[str, Any]:
     bare, model = run.build(task, batches, settle=partial(check_model, max_length=args.max_length, tokens=tokens))
     optimizer = make_optimizer(args, bare, batches.layout, seed=args.seed)
     scheduler = make_scheduler(args, optimizer, batches.num_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule, which steps once on all ranks
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the scheduler: it would step once per process
 
     # The activation plan that the flags name, or the fastest that fits the memory
     plan = run.choose_plan(model, optimizer)

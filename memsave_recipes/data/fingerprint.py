@@ -4,14 +4,13 @@ NOTE [ the same data ]
 1. Each sample has a digest, in the order of the data set. Of more than 65,536 samples a few in a row share one.
 2. Texts are compared by their tokens and labels, images of the Hub and built-in ones by their bytes and labels. Images
    in a folder are compared by name, size and label, because reading all of them takes long.
-3. So an image in a folder that has the same name, size and label, but other pixels, passes. Other modification times
-   are announced, not refused, because a copy of the data has them too.
+3. So an image in a folder that has the same name, size and label, but other pixels, passes.
 4. What only one of two fingerprints has is not compared.
 """
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -71,20 +70,17 @@ class Fingerprint:
     """The data of a run: NOTE [ the same data ]. Splits are named as in ``training images: the first that differs``.
 
     Args:
-        times: by split, when the files were last modified.
         tokenizer: a digest of its vocabulary.
     """
 
     samples: dict[str, Samples]
-    times: dict[str, Samples] = field(default_factory=dict)
     label_names: tuple[str, ...] = ()
     tokenizer: str = ""
 
     def record(self) -> Record:
         """Return all digests, for a checkpoint."""
-        kinds = {"samples": self.samples, "times": self.times}
-        splits = {kind: {name: one.record() for name, one in found.items()} for kind, found in kinds.items()}
-        return {**splits, "label_names": list(self.label_names), "tokenizer": self.tokenizer}
+        samples = {name: one.record() for name, one in self.samples.items()}
+        return {"samples": samples, "label_names": list(self.label_names), "tokenizer": self.tokenizer}
 
     def differences(self, saved: Record) -> list[str]:
         """Say how the data differ from an earlier ``record``, in a few words each."""
@@ -93,11 +89,9 @@ class Fingerprint:
             found.append(f"class names: {_change_of_names(saved['label_names'], list(self.label_names))}")
         if saved["tokenizer"] != self.tokenizer:
             found.append("the tokenizer is another one")
-        return found + _differences(saved["samples"], self.samples)
-
-    def other_times(self, saved: Record) -> list[str]:
-        """Say which files were modified at other times than those of an earlier ``record``."""
-        return _differences(saved["times"], self.times)
+        both = [name for name in self.samples if name in saved["samples"]]
+        differences = {name: self.samples[name].difference(saved["samples"][name]) for name in both}
+        return found + [f"{name}: {words}" for name, words in differences.items() if words]
 
 
 def digest_of(content: bytes) -> int:
@@ -113,11 +107,6 @@ def sha256_of_file(path: str | Path) -> str:
 
 def _group_size(count: int) -> int:
     return max(1, ceil(count / MAX_DIGESTS))
-
-
-def _differences(saved: Record, present: dict[str, Samples]) -> list[str]:
-    differences = {name: present[name].difference(saved[name]) for name in present if name in saved}
-    return [f"{name}: {words}" for name, words in differences.items() if words]
 
 
 def _change_of_names(was: list[str], now: list[str]) -> str:

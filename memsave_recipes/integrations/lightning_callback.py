@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.micro_batches import tensors_in
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.errors import InputError, packages_of
 from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanningCallback, refuse_several
 

@@ -13,7 +13,6 @@ recorded too.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import current_thread
 from typing import Any
 from weakref import WeakSet
@@ -335,8 +334,8 @@ class PlannedTraining:
         In shards there is none, as a forward without its backward would leave weights gathered.
         """
         if self._in_shards:
-            of_shards = partial(make_plan, compiled=self.settings.compiled)
-            return of_shards(self.model, strategy=self.settings.strategy, blocks=self.settings.blocks)
+            settings = self.settings
+            return make_plan(self.model, strategy=settings.strategy, blocks=settings.blocks, compiled=settings.compiled)
         try:
             return self._made(micro_batch, self.settings.strategy)
         except (InputError, torch.OutOfMemoryError):

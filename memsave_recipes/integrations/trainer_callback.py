@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.micro_batches import tensors_in
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.state import is_on_host, keep_state_on_host
 from memsave_recipes.core.host.step import HostMasters, masters_of, scale_on_host, step_on_host

@@ -47,7 +47,6 @@ NOT_TAKEN = {
     **dict.fromkeys(("init_lora_weights", "loftq_config", "layer_replication"), "it may change the weights below"),
 }
 """Entries of peft's configuration that the file cannot have, and why."""
-MAX_LETTERS = 65_536  # of the file
 
 
 @dataclass(kw_only=True)
@@ -116,10 +115,7 @@ def _read_entries(path: str) -> dict[str, Any]:
     check_file("--lora_config", path)
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_LETTERS + 1)
-        if len(text) > MAX_LETTERS:
-            raise ValueError(f"it has more than {MAX_LETTERS:,} characters")
-        entries = yaml.safe_load(text)  # which reads JSON, too
+            entries = yaml.safe_load(file)  # which reads JSON, too
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{flag} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(entries, dict):

@@ -51,32 +51,24 @@ class CausalLMLoss(nn.Module):
     """Next-token cross-entropy, summed over the positions that count.
 
     Args:
-        model: a transformers ``...ForCausalLM``.
+        model: a transformers ``...ForCausalLM``. Of one that a ``SequenceGroup`` has adopted, the loss is that of this
+            rank's slice of whole rows.
         loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do;
             ``chunked:N`` has at most N tokens in a chunk; ``auto`` is chunked as soon as the logits are more than one
             chunk, or compiled, and the model's head allows it.
-        sequence_group: the ranks that share each row, which the model has adopted; the loss is that of this rank's
-            slice of whole rows.
 
     Raises:
         InputError: no such loss; ``chunked`` or ``liger``, but the model computes its logits in an unknown way;
             ``liger`` without CUDA or liger-kernel.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        loss: LossKind = "auto",
-        chunk_bytes: int | None = None,
-        sequence_group: SequenceGroup | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, loss: LossKind = "auto", chunk_bytes: int | None = None) -> None:
         super().__init__()
         loss, tokens = read_loss(loss)
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
-        adopted: SequenceGroup | None = vars(model).get("sequence_group")
-        self.sequence_group = adopted if sequence_group is None else sequence_group
+        self.sequence_group: SequenceGroup | None = vars(model).get("sequence_group")
         vars(model)["compiles_loss"] = False  # which a plan that compiles layers changes
         self.balance = _balance_of(model)
         self.balancing_loss: Tensor | None = None  # of the last forward

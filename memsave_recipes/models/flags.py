@@ -15,9 +15,8 @@ class Rules:
         least: the least number that the flag takes.
         within: the numbers that it takes, as an interval such as ``[0, 1)``.
         resume: what a run that goes on may change. ``free``: anything, no weight depends on it; ``length``: anything
-            under a schedule without an end; ``place``: a path, whose content is trusted to be the same; ``chosen`` and
-            ``searched``: nothing, and ``auto`` is what the run began with or is found again; ``kept``: nothing, and the
-            default is what the run began with; ``None``: nothing.
+            under a schedule without an end; ``place``: a path, whose content is trusted to be the same; ``chosen``:
+            nothing, and ``auto`` is what the run began with; ``None``: nothing.
         rounds: why another value changes no more than rounding does, so that a run that goes on may change it.
         before: how runs of an earlier version were trained, which did not have the flag; ``None``: none were.
         same: values that give the same bits.
@@ -27,7 +26,7 @@ class Rules:
     shown: Literal["first", "seldom"] | None = None
     least: float | None = None
     within: str | None = None
-    resume: Literal["free", "length", "place", "chosen", "searched", "kept"] | None = None
+    resume: Literal["free", "length", "place", "chosen"] | None = None
     rounds: str | None = None
     before: Any = None
     same: tuple[Any, ...] = ()

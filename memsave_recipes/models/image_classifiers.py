@@ -299,44 +299,21 @@ def load_weights(model: nn.Module, path: str | Path, *, source: str | None = Non
     """
     source = source or f"--weights {path}"
     weights = {_OLD_DENSENET_KEY.sub(r"\1\2", name): tensor for name, tensor in _read(Path(path), source).items()}
-    expected = model.state_dict()
-    # Files older than torch 0.4.1 do not know num_batches_tracked.
-    missing = [name for name in expected if name not in weights and not name.endswith("num_batches_tracked")]
-    unknown = [name for name in weights if name not in expected]
-    shared = [name for name in weights if name in expected]
-    other_kind = [name for name in shared if not _is_alike(weights[name], expected[name])]
-    other_shape = [name for name in shared if name not in other_kind and weights[name].shape != expected[name].shape]
     if new_head:
-        head = [name for name in other_shape if name.startswith("classifier.")]
-        weights = {name: tensor for name, tensor in weights.items() if name not in head}
-        other_shape = [name for name in other_shape if name not in head]
-    problems = {"lacks": missing, "has unknown": unknown, "has other numbers for": other_kind}
-    for problem, names in (problems | {"has another shape for": other_shape}).items():
-        if names:
-            hint = "give the file of this very model with this number of classes"
-            raise InputError(f"{source} {problem} {names[0]} ({_detail(names, weights, expected)}): {hint}")
-    model.load_state_dict(weights, strict=False)
-
-
-def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
-    """Tell whether ``copy_`` keeps every number up to rounding: it would drop the imaginary part of a complex one."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    kind, expected_kind = ((one.is_complex(), one.is_floating_point()) for one in (tensor, expected))
-    return is_plain and kind == expected_kind
-
-
-def _detail(names: list[str], weights: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    there, here = weights.get(names[0]), expected.get(names[0])
-    if there is None or here is None:
-        return f"{len(names)} such in all"
-    return f"{_described(there)} in the file, {_described(here)} in the model; {len(names)} such in all"
-
-
-def _described(tensor: Tensor) -> str:
-    """Describe a tensor: ``float32 (64, 3, 3, 3)``, with what is not usual: ``sparse_coo cpu float32 (3, 3)``."""
-    is_usual = tensor.layout is torch.strided and not tensor.is_meta
-    words = [] if is_usual else [str(tensor.layout), str(tensor.device)]
-    return f"{' '.join([*words, str(tensor.dtype)])} {tuple(tensor.shape)}".replace("torch.", "")
+        weights |= {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if name.startswith("classifier.") and name in weights and weights[name].shape != tensor.shape
+        }
+    hint = "give the file of this very model with this number of classes"
+    for name, tensor in model.state_dict().items():
+        if name in weights and weights[name].is_floating_point() != tensor.is_floating_point():  # torch would cast it
+            raise InputError(f"{source}: {name} has numbers of {weights[name].dtype}: {hint}")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        why = str(error).splitlines()[1].strip(" \t.")  # the first line has the class alone
+        raise InputError(f"{source}: {why:.300}: {hint}") from error
 
 
 def _read(path: Path, source: str) -> dict[str, Tensor]:

@@ -368,11 +368,10 @@ def _has_processor(path: Path) -> bool:
 def _processor(task: TaskName, path: str | Path, trust_remote_code: bool) -> Any:
     if task == IMAGE_TEXT:
         return open_processor(str(path), flag="", trust_remote_code=trust_remote_code)
-    return (
-        _image_processor(Path(path), trust_remote_code)
-        if task == "image-classification"
-        else _tokenizer(path, trust_remote_code)
-    )
+    if task == "image-classification":
+        return _image_processor(Path(path), trust_remote_code)
+    with loading_by_name(str(path), f"the tokenizer of {path}", HINT):
+        return open_tokenizer(path, trust_remote_code=trust_remote_code)
 
 
 def _task_of(config: Any, *, has_processor: bool) -> TaskName | None:
@@ -404,9 +403,3 @@ def _image_processor(path: Path, trust_remote_code: bool) -> Any:
         if processor.do_normalize and 0 in (std if isinstance(std, list | tuple) else [std]):
             raise ValueError("its image_std is 0")
     return processor
-
-
-def _tokenizer(source: str | Path, trust_remote_code: bool) -> Any:
-    with loading_by_name(str(source), f"the tokenizer of {source}", HINT):
-        tokenizer = open_tokenizer(source, trust_remote_code=trust_remote_code)
-    return tokenizer

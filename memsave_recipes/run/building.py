@@ -1,13 +1,12 @@
 """The model of a run: built on its device, prepared for its ranks, and under the plan of the flags."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.core.activations import PlanHandle
 from memsave_recipes.core.activations.streaming import leave_to_this_rank, place, stream_of
@@ -178,21 +177,3 @@ class Built:
         self.run.flags["reduces_once"] = once
         if self.batches.layout.accumulation_steps > 1:
             self.run.accelerator.print(reduction_line(once=once))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What Accelerate has prepared, under its plan.
-
-    Args:
-        model: what is trained.
-        optimizer: over the parameters that require gradients.
-        scheduler: as torch has it.
-        handle: takes the plan off.
-    """
-
-    built: Built
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler
-    handle: PlanHandle

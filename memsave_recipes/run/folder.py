@@ -29,7 +29,6 @@ from memsave_recipes.models.flags import rules_of
 from memsave_recipes.models.pretrained import BASE, write_base_digest
 from memsave_recipes.models.saved import Layout, layout_of
 from memsave_recipes.run.failures import RunIsDone
-from memsave_recipes.run.memory_watch import RunSettings
 from memsave_recipes.run.report import checked_state
 from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.run.trackers import METRICS, RunLabels, cut_back, start_trackers
@@ -82,7 +81,7 @@ def begin_run(
     planned: RunPlan,
     layout: BatchLayout,
     resumed: Resumed | None = None,
-) -> RunSettings:
+) -> str:
     """Claim the run's folder, write its configuration and start its trackers; the last thing before training.
 
     Args:
@@ -92,7 +91,7 @@ def begin_run(
         planned: its strategy and the batch layout name the run, unless ``--run_name`` does.
 
     Returns:
-        The settings for ``RunReport``.
+        The name of the run in dashboards.
 
     Raises:
         InputError: the folder cannot be written.
@@ -124,7 +123,7 @@ def begin_run(
         first_step=resumed.step + 1 if resumed else 1,
     )
     start_trackers(accelerator, labels)
-    return RunSettings(folder=folder, name=name, flags=flags, planned=planned)
+    return name
 
 
 def earlier_names(earlier: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,6 +1,5 @@
 """What ranks that have joined a run share: its flags, its folder and its global batches."""
 
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -18,42 +17,40 @@ from memsave_recipes.training.optimizers import check_in_backward, check_offload
 from memsave_recipes.training.parsing import flag_values
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFolder:
-    """The folder that a run has to itself.
-
-    Args:
-        earlier: ``config.json`` of the run that is resumed; ``None`` where none is.
-        signals: those that ask the run to stop.
-    """
-
-    path: Path
-    earlier: dict[str, Any] | None
-    signals: StopSignals
-    lock: RunLock
-
-
 class JoinedRun:
     """A run that the ranks have joined. All methods are for all ranks.
 
     Attributes:
         args: the recipe's flags; on a resumed run with the plan and micro-batch size that were found before.
         flags: those of ``config.json``.
+        path: the folder that the run has to itself.
+        earlier: ``config.json`` of the run that is resumed; ``None`` where none is.
+        signals: those that ask the run to stop.
         groups: of the ranks that share the weights; ``None`` where each has them whole.
     """
 
-    def __init__(self, args: Any, recipe: str, accelerator: Accelerator, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        args: Any,
+        recipe: str,
+        accelerator: Accelerator,
+        path: Path,
+        *,
+        earlier: dict[str, Any] | None,
+        signals: StopSignals,
+        lock: RunLock,
+    ) -> None:
         self.recipe = recipe
         self.accelerator = accelerator
-        self.folder = folder
+        self.path, self.earlier, self.signals, self.lock = path, earlier, signals, lock
         self.flags = flag_values((args,))
         self.args = args
-        if folder.earlier is not None:
-            names, notices = earlier_names(folder.earlier, self.flags)
+        if earlier is not None:
+            names, notices = earlier_names(earlier, self.flags)
             print_lines(accelerator, *notices)
             self.flags |= names
-            plan, num_processes = folder.path / PLAN, accelerator.num_processes
-            self.args = with_previous_plan(args, folder.earlier, plan=plan, num_processes=num_processes)
+            plan, num_processes = path / PLAN, accelerator.num_processes
+            self.args = with_previous_plan(args, earlier, plan=plan, num_processes=num_processes)
         self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
         self.groups = ShardGroups.of(args.shard, accelerator.num_processes)
         if self.groups is not None:

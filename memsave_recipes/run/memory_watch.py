@@ -13,8 +13,6 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,31 +22,14 @@ from torch import nn
 
 from memsave_recipes.core.costs.breakdown import MemoryBreakdown, break_down_peak, persistent_tensors
 from memsave_recipes.core.costs.memory import SavedTensors, is_out_of_memory, read_device_use
-from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import SampleOrder
 from memsave_recipes.core.text import format_bytes, spaced, to_gib
 from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.start import device_name
 
-UNPLANNED = RunPlan(plan_for("none", ()))
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
 BREAKDOWN = "breakdown of "
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The settings of a run.
-
-    Args:
-        flags: all flags of the recipe, with their values.
-        name: in dashboards.
-    """
-
-    folder: Path
-    flags: dict[str, Any]
-    planned: RunPlan = UNPLANNED
-    name: str = ""
 
 
 def rss_bytes() -> int:
@@ -62,33 +43,21 @@ def peak_rss_bytes() -> int:
     return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """Bytes on one device: peaks of the allocator since the last reset, and what the driver has in use now.
+def read_device_memory(device: torch.device) -> dict[str, int]:
+    """Read the figures of ``device`` now, without waiting for its queue; the allocator works ahead of it.
 
-    Args:
-        num_alloc_retries: how often the allocator had to empty its cache and try again, since the process began.
-        num_ooms: how often it failed even so.
+    They are the allocator's peaks since the last reset, the bytes that the driver has in use, how often the allocator
+    had to empty its cache and try again since the process began, and how often it failed even so.
     """
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    device_used_bytes: int
-    num_alloc_retries: int
-    num_ooms: int
-
-
-def read_device_memory(device: torch.device) -> DeviceMemory:
-    """Read the figures of ``device`` now, without waiting for its queue; the allocator works ahead of it."""
     statistics = torch.accelerator.memory_stats(device)
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-    return DeviceMemory(
-        peak_allocated_bytes=statistics.get("allocated_bytes.all.peak", 0),
-        peak_reserved_bytes=statistics.get("reserved_bytes.all.peak", 0),
-        device_used_bytes=total_bytes - free_bytes,
-        num_alloc_retries=statistics.get("num_alloc_retries", 0),
-        num_ooms=statistics.get("num_ooms", 0),
-    )
+    return {
+        "peak_allocated_bytes": statistics.get("allocated_bytes.all.peak", 0),
+        "peak_reserved_bytes": statistics.get("reserved_bytes.all.peak", 0),
+        "device_used_bytes": total_bytes - free_bytes,
+        "num_alloc_retries": statistics.get("num_alloc_retries", 0),
+        "num_ooms": statistics.get("num_ooms", 0),
+    }
 
 
 class ForwardMeter:
@@ -132,7 +101,7 @@ class MemoryWatch:
 
     Args:
         model, optimizer: as prepared.
-        settings: of the run.
+        planned: the plan of the run.
     """
 
     def __init__(
@@ -141,16 +110,15 @@ class MemoryWatch:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batches: GlobalBatches,
-        settings: RunSettings | None,
+        planned: RunPlan,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self.steps, self.layout = batches.steps, batches.layout
         self.metered_step, self.instrumented_step = full_steps(batches.steps, batches.order)
-        self.settings = settings or RunSettings(folder=Path(), flags={})
         self.on_cpu = accelerator.device.type == "cpu"
-        self.planned = self.settings.planned
+        self.planned = planned
         self.forward_meter = ForwardMeter(model)
         self.breakdown: MemoryBreakdown | None = None
         self.figures: dict[str, int] = {}  # the largest so far, in bytes
@@ -243,7 +211,7 @@ class MemoryWatch:
     def _read_device(self) -> dict[str, int]:
         device = read_device_memory(self.accelerator.device)
         torch.accelerator.reset_peak_memory_stats(self.accelerator.device)
-        window = {name.removesuffix("_bytes"): value for name, value in vars(device).items()}
+        window = {name.removesuffix("_bytes"): value for name, value in device.items()}
         for name, value in window.items():  # in one order on all ranks, which gather them by place
             if name not in COUNTS:
                 self._keep_largest(name, value)

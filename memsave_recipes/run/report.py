@@ -22,10 +22,12 @@ from memsave_recipes.core.costs.memory import is_out_of_memory
 from memsave_recipes.core.costs.preserve_state import freeing_gradients, preserve_state
 from memsave_recipes.core.costs.throughput import ModelFlops, utilization_pct
 from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.plans import plan_for
 from memsave_recipes.core.step.batch_layout import Batch
 from memsave_recipes.core.text import printable
 from memsave_recipes.run.clock import StepClock
-from memsave_recipes.run.memory_watch import MemoryWatch, RunSettings, largest_in_gib
+from memsave_recipes.run.memory_watch import MemoryWatch, largest_in_gib
+from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.run.trackers import sync_rows, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch.start import device_name
@@ -33,6 +35,7 @@ from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_fi
 
 COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_figure")
 """The attributes of a ``RunReport`` that a checkpoint keeps as they are."""
+UNPLANNED = RunPlan(plan_for("none", ()))
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "mse")
 
 
@@ -77,7 +80,8 @@ class RunReport:
 
     Args:
         model, optimizer: as prepared.
-        settings: those of ``begin_run``; without them the out-of-memory page names no flags.
+        planned: the plan of the run.
+        name: in dashboards.
     """
 
     def __init__(
@@ -86,13 +90,15 @@ class RunReport:
         batches: GlobalBatches,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        settings: RunSettings | None = None,
+        planned: RunPlan = UNPLANNED,
+        name: str = "",
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.batches = batches
         self.device = device_name(accelerator.device)
-        self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings)
+        self.memory = MemoryWatch(accelerator, model, optimizer, batches, planned)
+        self.name = name
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(accelerator, batches.order, exact=batches.layout.is_bitwise)
@@ -207,7 +213,7 @@ class RunReport:
             "losses": self.losses.state_dict(),
             "clock": self.clock.state_dict(),
             "num_rows": sync_rows(self.accelerator),
-            "trackers": {"name": self.memory.settings.name, **tracker_ids(self.accelerator)},
+            "trackers": {"name": self.name, **tracker_ids(self.accelerator)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

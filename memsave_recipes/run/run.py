@@ -27,7 +27,7 @@ from memsave_recipes.core.plans import Plan
 from memsave_recipes.core.sharding.groups import NONE
 from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.flags import rules_of
-from memsave_recipes.run.building import Built, Prepared
+from memsave_recipes.run.building import Built
 from memsave_recipes.run.failures import describe_early_end
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
@@ -36,7 +36,7 @@ from memsave_recipes.run.folder import (
     check_run_folder,
     print_lines,
 )
-from memsave_recipes.run.joined import JoinedRun, RunFolder
+from memsave_recipes.run.joined import JoinedRun
 from memsave_recipes.run.trackers import alert, finish_trackers, resolve_trackers
 from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.tools.compare import compare, read_run
@@ -146,8 +146,7 @@ class Run:
         signals = self._signals.enter_context(StopSignals(LIMIT_S))
         print_lines(accelerator, *self.notices)
         set_seed(args.seed)
-        folder = RunFolder(path=self.path, earlier=earlier, signals=signals, lock=lock)
-        self._joined = JoinedRun(args, self.recipe, accelerator, folder)
+        self._joined = JoinedRun(args, self.recipe, accelerator, self.path, earlier=earlier, signals=signals, lock=lock)
         return self._joined.args
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -222,8 +221,8 @@ class Run:
             InputError: no checkpoint fits, the disk has no room, or the folder cannot be written.
             VerificationFailed: ``--verify`` found that the plan changes the step.
         """
-        prepared = Prepared(self._built, model, optimizer, scheduler, handle)
-        self.training = TrainingRun(prepared, data=data, work=work, notices=notices)
+        parts = model, optimizer, scheduler, handle
+        self.training = TrainingRun(self._built, *parts, data=data, work=work, notices=notices)
         return self.training
 
     @contextmanager

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from memsave_recipes.core.activations import PlanHandle
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.step import masters_of
 from memsave_recipes.core.progress import ProgressBar
@@ -21,7 +24,7 @@ from memsave_recipes.data.fingerprint import Fingerprint
 from memsave_recipes.models.adapters import without_adapters
 from memsave_recipes.models.fused_ops import fused_in
 from memsave_recipes.models.slices import slices_of
-from memsave_recipes.run.building import Prepared
+from memsave_recipes.run.building import Built
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
     FIGURES,
@@ -59,16 +62,20 @@ class TrainingRun:
 
     def __init__(
         self,
-        prepared: Prepared,
+        built: Built,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        handle: PlanHandle,
         *,
         data: Fingerprint,
         work: str,
         notices: tuple[str | None, ...],
     ) -> None:
         """Prove the plan, restore the newest checkpoint or clear the folder, and start the trackers: ``Run.begin``."""
-        self.prepared, built = prepared, prepared.built
+        self.model, self.optimizer, self.scheduler, self.handle = model, optimizer, scheduler, handle
         self.built, self.run, self.batches = built, built.run, built.batches
-        self._equivalence = built.verify(prepared.model, prepared.handle)
+        self._equivalence = built.verify(model, handle)
         self.args, self.accelerator = self.run.args, self.run.accelerator
         self.step = 0
         self.results: dict[str, Any] | None = None
@@ -81,9 +88,9 @@ class TrainingRun:
         self._knows_metric = self.args.eval_only or self._metric == "loss"
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
-        settings = begin_run(
+        name = begin_run(
             self.accelerator,
-            self.run.folder.path,
+            self.run.path,
             project=f"memsave-{self.run.recipe.replace('_', '-')}",
             work=work,
             flags=self.run.flags,
@@ -92,8 +99,7 @@ class TrainingRun:
             resumed=resumed,
         )
         self.accelerator.print(*filter(None, self._lines(notices)), sep="\n")
-        model, optimizer = prepared.model, prepared.optimizer
-        self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings)
+        self._report = RunReport(self.accelerator, self.batches, model, optimizer, built.planned, name)
         if resumed is not None:
             self._go_on(resumed)
 
@@ -110,7 +116,7 @@ class TrainingRun:
         freezes = not gc.get_freeze_count()  # a caller that has frozen its own objects keeps them so
         try:
             for number, batch in enumerate(self._report.clock.loading(self._progress)):
-                self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
+                self._learning_rate = float(self.scheduler.get_last_lr()[0])
                 self._report.count_flops(batch, self.built.loss_of)
                 self._batch = batch
                 self._measured.enter_context(self._report.measured(batch.step))
@@ -142,10 +148,9 @@ class TrainingRun:
         Raises:
             InputError: in the first step, the loss does not depend on some weights, which DDP does not take.
         """
-        model, optimizer = self.prepared.model, self.prepared.optimizer
-        if not self.step and masters_of(optimizer) is None:  # which take all gradients away
-            check_gradients(model)
-        return clip_gradients(self.args, self.accelerator, model, optimizer, max_norm)
+        if not self.step and masters_of(self.optimizer) is None:  # which take all gradients away
+            check_gradients(self.model)
+        return clip_gradients(self.args, self.accelerator, self.model, self.optimizer, max_norm)
 
     def end_step(self, grad_norm: Tensor | None) -> dict[str, Any]:
         """Count a finished step; return the figures of the window that it ends, for ``accelerator.log``, or nothing.
@@ -154,11 +159,11 @@ class TrainingRun:
             NotFinite: a step of the window is not finite.
         """
         self._measured.close()
-        was_skipped = getattr(self.prepared.optimizer, "step_was_skipped", False)
+        was_skipped = getattr(self.optimizer, "step_was_skipped", False)
         if self._average is not None and not was_skipped:
             self._average.update()
         self._report.count(self._batch, grad_norm)
-        self.prepared.handle.check_first_step(self.accelerator.print)
+        self.handle.check_first_step(self.accelerator.print)
         self.step = self._batch.step + 1
         self._saves_last = self.step == self.batches.steps.stop
         if self.step % self.args.logging_steps and not self._saves_last:
@@ -250,7 +255,7 @@ class TrainingRun:
         Raises:
             InputError: the disk does not take them; ``--resume`` writes them later.
         """
-        self.prepared.handle.remove()
+        self.handle.remove()
         best = self._take_best()
         figures_of_classes = {k: v for k, v in self._report.evaluated.items() if isinstance(v, dict | list)}
         known = {
@@ -273,9 +278,9 @@ class TrainingRun:
                 versions=describe_environment(self.accelerator)["versions"],
                 mixed_precision=self.accelerator.mixed_precision,
             )
-            save_final(self.accelerator, self.run.folder.path, saved, *writers, card, best=best)
+            save_final(self.accelerator, self.run.path, saved, *writers, card, best=best)
         self.results = {**known, **self._equivalence, **self._report.results()}
-        write_results(self.accelerator, self.run.folder.path, self.results, self._checkpoints)
+        write_results(self.accelerator, self.run.path, self.results, self._checkpoints)
         if sample is not None:
             self._print_sample(sample)
         return self.results
@@ -283,7 +288,7 @@ class TrainingRun:
     def _print_sample(self, sample: Callable[[], str]) -> None:
         """Print a text that the first rank draws; in shards all ranks have to."""
         accelerator, deterministic = self.accelerator, self.args.full_determinism
-        with callable_in_parts(self.prepared.model):
+        with callable_in_parts(self.model):
             if accelerator.is_main_process or self.run.groups is not None:
                 with accelerator.autocast(), deterministic_kernels(deterministic):  # here a warning is enough
                     accelerator.print("sample:", sample())
@@ -347,7 +352,7 @@ class TrainingRun:
         decay = self.args.ema_decay
         if decay is None or self.args.eval_only:
             return None
-        return WeightAverage(self.accelerator.unwrap_model(self.prepared.model), decay, self.prepared.optimizer)
+        return WeightAverage(self.accelerator.unwrap_model(self.model), decay, self.optimizer)
 
     def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
         """Yield what is printed before the first step."""
@@ -362,29 +367,28 @@ class TrainingRun:
         yield self.args.notice(model, layout)
 
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:
-        prepared, folder = self.prepared, self.run.folder
-        parts = prepared.model, prepared.optimizer, prepared.scheduler
+        parts = self.model, self.optimizer, self.scheduler
         train_state = TrainState(self.accelerator, *parts, average=self._average)
         if not self.args.eval_only:
-            on_main_process(self.accelerator, lambda: check_room(folder.path, train_state, self.run.flags))
+            on_main_process(self.accelerator, lambda: check_room(self.run.path, train_state, self.run.flags))
         return Checkpoints(
             self.accelerator,
-            folder.path / CHECKPOINTS,
+            self.run.path / CHECKPOINTS,
             train_state,
             order=self.batches.order,
             layout=self.batches.layout,
             every_steps=self.args.save_every_steps,
             every_minutes=self.args.save_every_minutes,
-            signals=folder.signals,
+            signals=self.run.signals,
             data=data,
-            lock=folder.lock,
+            lock=self.run.lock,
         )
 
     def _go_on(self, resumed: Resumed) -> None:
         """Restore the counts; where the best weights are lost, forget their figure, so that later ones are saved."""
         self.step = resumed.step
         self._report.load_state_dict(resumed.state)
-        if best_metric(self.run.folder.earlier or {}) != self._metric:
+        if best_metric(self.run.earlier or {}) != self._metric:
             self._report.best_figure = None
         best = self._report.best_figure
         if (

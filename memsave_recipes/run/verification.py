@@ -1,7 +1,6 @@
 """Prove the plan of a run before its first step: ``--verify``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.core.activations import PlanHandle
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.costs.memory import (
     is_out_of_memory,
 )
@@ -76,7 +76,7 @@ def verify_plan(
         return torch.as_tensor(batch.loss)
 
     try:
-        with _without_loss_scaling(accelerator):
+        with replaced(accelerator, "scaler", None):  # of fp16: its first scales overflow, which would be no result
             verdict = verify(model, handle, step)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -108,7 +108,7 @@ def settle_kernels(
     def trial() -> None:
         accelerator.backward(loss_of(batches.largest_forward(batches.layout)()))
 
-    with _without_loss_scaling(accelerator):
+    with replaced(accelerator, "scaler", None):  # of fp16: its first scales overflow, which would be no result
         operator = use_deterministic_kernels(model, trial)
     if operator:
         accelerator.print(
@@ -120,13 +120,3 @@ def settle_kernels(
 def _objection(verdict: Verdict, handle: PlanHandle) -> str:
     found, hint = OBJECTIONS[verdict.status]
     return f"--verify, plan {handle.plan.strategy}: {found} ({verdict.describe()}): {hint}"
-
-
-@contextmanager
-def _without_loss_scaling(accelerator: Accelerator) -> Iterator[None]:
-    """Take the loss scaler of fp16 away: its first scales overflow, which would be no result."""
-    scaler, accelerator.scaler = accelerator.scaler, None
-    try:
-        yield
-    finally:
-        accelerator.scaler = scaler

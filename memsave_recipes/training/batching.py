@@ -48,7 +48,6 @@ class GlobalBatches:
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
         weights: of the samples in their mean, (N,), where they do not count alike: rule 3.
-        first_step: where the run begins.
         num_workers: processes that load data.
     """
 
@@ -64,14 +63,13 @@ class GlobalBatches:
         count_valid: Callable[[Batch], Tensor] | None = None,
         weights: Sequence[float] | None = None,
         collate_fn: Callable[[list[Any]], Batch] = default_collate,
-        first_step: int = 0,
         num_workers: int = 0,
     ) -> None:
         self.accelerator = accelerator
         self.order = order
         self.layout = layout
         self.seed = seed
-        self.steps = range(first_step, num_steps)
+        self.steps = range(num_steps)
         self.count_valid = count_valid
         self.weights = weights
         self.dataset = dataset

@@ -295,24 +295,6 @@ def clip_gradients(
     return whole(norm)
 
 
-def why_not_in_backward(layout: BatchLayout, mixed_precision: str, *, clips: bool) -> str | None:
-    """The reason why an optimizer cannot step in the backward, as it needs all gradients at once; ``None`` if it can.
-
-    Args:
-        clips: whether gradients are clipped.
-    """
-    if layout.needs_all_gradients is not None:
-        return f"{layout.needs_all_gradients}: leave one of them out"
-    reasons = {
-        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
-        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
-        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
-        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": clips,
-        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
 def check_in_backward(optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str) -> None:
     """Refuse flags that need all gradients at once.
 
@@ -320,10 +302,18 @@ def check_in_backward(optim: OptimizerArguments, layout: BatchLayout, mixed_prec
         InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or a
             layout that adds up all gradients first.
     """
-    if optim.optimizer_in_backward:
-        clips = optim.max_grad_norm > 0
-        reason = why_not_in_backward(layout, mixed_precision, clips=clips)
-        if reason is not None:
+    if not optim.optimizer_in_backward:
+        return
+    reasons = {
+        f"{layout.needs_all_gradients}: leave one of them out": layout.needs_all_gradients is not None,
+        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
+        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
+        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
+        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": optim.max_grad_norm > 0,
+        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
+    }
+    for reason, holds in reasons.items():
+        if holds:
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
 
 

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from memsave_recipes.core.activations.streaming import stream_of
 from memsave_recipes.core.costs.breakdown import count_as_state
 from memsave_recipes.core.host.masters import masters_beside_weights
-from memsave_recipes.core.sharding.tensors import cut_like, local, locals_of
+from memsave_recipes.core.sharding.tensors import cut_like, local
 from memsave_recipes.core.step.memory import averaged_tensors
 
 
@@ -107,4 +107,4 @@ class WeightAverage:
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of the averages and of the weights, in one order."""
-        return list(locals_of(self.tensors.values())), [local(tensor.detach()) for tensor in self._live.values()]
+        return list(map(local, self.tensors.values())), [local(tensor.detach()) for tensor in self._live.values()]

@@ -39,18 +39,15 @@ def test_many_samples_share_digests(monkeypatch):
     assert samples(range(13)).difference(record) == "10 were and 13 are"
 
 
-def test_names_and_samples_are_compared_and_times_are_apart():
-    def make(names=("a", "b"), count=3, times=3, **changes):
+def test_names_samples_and_the_tokenizer_are_compared():
+    def make(names=("a", "b"), count=3, **changes):
         parts = {"samples": {"images": samples(range(count))}, "label_names": names}
-        parts |= {"times": {"images": samples(range(times))}}
         return Fingerprint(**{**parts, **changes})
 
     record = make().record()
-    assert make().differences(record) == make().other_times(record) == []
+    assert make().differences(record) == []
     assert make(names=("b", "a")).differences(record) == ["class names: in another order"]
     assert make(names=("b", "c")).differences(record) == ["class names: a gone, c new"]
     assert make(count=2).differences(record) == ["images: 3 were and 2 are"]
     assert Fingerprint(samples={}, label_names=("a", "b")).differences(record) == []
-    assert make(times=2).differences(record) == []
-    assert make(times=2).other_times(record) == ["images: 3 were and 2 are"]
     assert make(tokenizer="x").differences(record) == ["the tokenizer is another one"]

@@ -364,7 +364,7 @@ def test_a_jsonl_row_without_the_text_column_is_left_out(tmp_path):
     files = {"train_file": [str(tmp_path / "a.jsonl")], "validation_file": [str(tmp_path / "a.jsonl")]}
     texts = load_labelled_text(LabelledTextArguments(dataset=None, **files))
     assert len(texts.train) == len(texts.validation) == len(ROWS)
-    assert texts.num_without_text == 2
+    assert "rows left out because they have no text: 2" in texts.notice
 
 
 BROKEN_FILES = {

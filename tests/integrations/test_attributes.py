@@ -5,7 +5,8 @@ from collections import defaultdict, deque
 import torch
 from torch import nn
 
-from memsave_recipes.core.costs.preserve_state import MAX_ELEMENTS, preserve_attributes, replaced
+from memsave_recipes.core.activations.block_state import replaced
+from memsave_recipes.core.costs.preserve_state import MAX_ELEMENTS, preserve_attributes
 
 
 class Owner(nn.Module):

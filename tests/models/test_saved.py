@@ -245,7 +245,7 @@ def damaged_config(folder):
         (unfinished_run, "has no final/, so its run is not finished"),
         (without_processor, "has no preprocessor_config.json"),
         (no_classifier, "holds bert, no classifier or causal language model"),
-        (other_weights, "has another shape for classifier.6"),
+        (other_weights, "size mismatch for classifier.6"),
         (adapters_without_a_base, "names no base model"),
         (adapters_of_a_missing_base, r"holds adapters of /no/such/model, which cannot be loaded \(no such folder\)"),
         (damaged_config, "cannot be loaded"),

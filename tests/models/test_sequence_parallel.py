@@ -62,10 +62,10 @@ def adopted(group, model_type, compiles=False, **changes):
     return model
 
 
-def in_slices(model, group, batch, plan="none", **options):
+def in_slices(model, batch, plan="none", **options):
     """The loss and the gradients of a rank."""
     losses = []
-    module = CausalLMLoss(model, sequence_group=group, **options)
+    module = CausalLMLoss(model, **options)
     module.register_forward_hook(lambda module, args, loss: losses.append(loss.detach().clone()))
     return losses, gradients_of(module, batch, plan)
 
@@ -76,7 +76,7 @@ def differences(cases, group):
     for case, (model_type, changes, rows, options) in cases.items():
         whole, batch = CausalLMLoss(causal_model(model_type, **changes), **options), rows()
         expected = whole(**batch).detach(), gradients_of(whole, batch)
-        (loss,), gradients = in_slices(adopted(group, model_type, **changes), group, batch, **options)
+        (loss,), gradients = in_slices(adopted(group, model_type, **changes), batch, **options)
         for part, other in zip((loss, gradients), expected, strict=True):
             dist.all_reduce(part, group=group.group)
             found.setdefault(case, []).append(float((part - other).abs().max() / other.abs().max()))
@@ -86,7 +86,7 @@ def differences(cases, group):
 def under_plans(group):
     """The gradients of a rank under each plan, with dropout where that has to be drawn again."""
     return {
-        (model_type, plan): in_slices(model, group, of_documents(), plan)[1]
+        (model_type, plan): in_slices(model, of_documents(), plan)[1]
         for model_type, dropout in (("gpt2", 0.1), ("llama", 0.0))
         for model in [adopted(group, model_type, dropout=dropout)]
         for plan in PLANS
@@ -96,13 +96,14 @@ def under_plans(group):
 def saved_share(group):
     """What a rank saves for the backward, as a part of what whole rows save."""
     model, num_bytes = adopted(group, "llama", num_key_value_heads=2), []
-    del vars(model)["sequence_group"]  # of whole rows, too
-    for module in (CausalLMLoss(model), CausalLMLoss(model, sequence_group=group)):
+    slices = CausalLMLoss(model)
+    del vars(model)["sequence_group"]
+    for module in (CausalLMLoss(model), slices):
         with SavedTensors(model) as saved:
             module(**packed())
         num_bytes.append(saved.num_bytes)
-    whole, slices = num_bytes
-    return slices / whole
+    of_whole, of_slices = num_bytes
+    return of_slices / of_whole
 
 
 def in_operators(group):
@@ -110,10 +111,10 @@ def in_operators(group):
     found = {}
     for model_type in ("llama", "mistral"):
         model = adopted(group, model_type)
-        (loss,), plain = in_slices(model, group, of_documents())
+        (loss,), plain = in_slices(model, of_documents())
         compiling = {"is_compiling": lambda: True}
         with patch.multiple(packed_attention, **compiling), patch.multiple(sequence_parallel, **compiling):
-            (other_loss,), gradients = in_slices(model, group, of_documents())
+            (other_loss,), gradients = in_slices(model, of_documents())
         found[model_type] = torch.equal(loss, other_loss) and torch.equal(gradients, plain)
     return found
 
@@ -123,10 +124,10 @@ def exchanges(group):
     model = adopted(group, "llama")
     counts = []
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-        CausalLMLoss(model, sequence_group=group)(**of_documents())
+        CausalLMLoss(model)(**of_documents())
         counts.append(exchange.call_count / len(model.model.layers))
         exchange.reset_mock()
-        in_slices(model, group, of_documents(), "full")
+        in_slices(model, of_documents(), "full")
         counts.append(exchange.call_count / len(model.model.layers))
     return counts
 
@@ -152,7 +153,7 @@ def refusal(group, model, **options):
 
 def on_two_ranks(accelerator):
     group = group_of(2)
-    copied = copy.deepcopy(CausalLMLoss(causal_model("llama"), sequence_group=group))
+    copied = copy.deepcopy(CausalLMLoss(adopted(group, "llama")))
     same = copied.sequence_group is group
     counted = exchanges(group), in_operators(group)
     return differences(FEW, group), under_plans(group), refusals(group), counted, saved_share(group), same
@@ -227,7 +228,7 @@ def test_every_model_on_four_ranks(run_on_ranks):
 def compiled(group, model_type, kinds, ratio):
     """How far the first gradients are from those of eager layers, and the graphs of all documents."""
     model = adopted(group, model_type, compiles=True, **({"num_hidden_layers": 3} if kinds == 1 else {}))
-    module, draw = CausalLMLoss(model, sequence_group=group), random.Random(0)
+    module, draw = CausalLMLoss(model), random.Random(0)
     batches = [packed(random_documents(draw)) for _ in range(30)]
     plain = [gradients_of(module, batch) for batch in batches[:3]]
     before, errors = counters["stats"]["unique_graphs"], []

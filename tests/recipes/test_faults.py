@@ -38,7 +38,7 @@ def test_a_disk_that_is_full_costs_no_checkpoint(ending, monkeypatch, limit_file
     monkeypatch.setattr(saver, "begin", begin_with_no_room_from_step_4_on)
     code, line = ending(*SHORT, "--save_every", "2")
     assert code == 2
-    assert "step-4 cannot be written or deleted, a file would be larger" in line
+    assert "step-4 cannot be written or deleted, file too large" in line
     assert "go on with --resume from the checkpoint before" in line
     checkpoints = tmp_path / "run" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-2"]

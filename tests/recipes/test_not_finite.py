@@ -63,7 +63,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(ending, monkeypatch):
 
     def infinite(training, max_norm):
         if next(calls) == 2:
-            next(training.prepared.model.parameters()).grad[0] = float("inf")
+            next(training.model.parameters()).grad[0] = float("inf")
         return clip(training, max_norm)
 
     monkeypatch.setattr(TrainingRun, "clip_grad_norm_", infinite)

@@ -1,7 +1,6 @@
 """A run goes on with the data that it was trained on, or ends in one line that says what differs."""
 
 import json
-import os
 import shutil
 
 import datasets
@@ -199,13 +198,3 @@ def test_a_checkpoint_without_a_digest_goes_on_in_one_line(resume, data, tmp_pat
     resume()
     lines = [line for line in capsys.readouterr().out.splitlines() if "has no digest of its data" in line]
     assert len(lines) == 1
-
-
-@pytest.mark.parametrize("recipe", [IMAGES], indirect=True)
-def test_other_pixels_of_the_same_size_are_told_by_their_time(resume, data, capsys):
-    path = data / "train/b/3.bmp"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    os.utime(path, (0, 0))
-    resume()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "modified at another time" in line]
-    assert "(training images: the first that differs is train/b/3.bmp)" in line

@@ -15,7 +15,7 @@ def run_of(num_steps):
         args=SimpleNamespace(eval_only=False),
         accelerator=SimpleNamespace(is_main_process=False),
         batches=[SimpleNamespace(step=step) for step in range(num_steps)],
-        prepared=SimpleNamespace(scheduler=SimpleNamespace(get_last_lr=lambda: [0.1])),
+        scheduler=SimpleNamespace(get_last_lr=lambda: [0.1]),
         built=SimpleNamespace(loss_of=None),
         _measured=ExitStack(),
         _report=SimpleNamespace(

@@ -96,7 +96,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
     options = _options_in_micro_batches(model, plan)
     stacks = _stacks_of(model, plan)
     blocks = [block for stack in stacks for block in stack.blocks]
-    handle = PlanHandle(plan, blocks, runs=BlockRuns(_sharing(model, stacks)), options=options)
+    sharing = modules_that_share(model, [[block.modules for block in stack.blocks] for stack in stacks])
+    handle = PlanHandle(plan, blocks, runs=BlockRuns(sharing), options=options)
     if plan.compiles:
         _compile_layers(model, stacks, handle)
     if plan.mlp_tile_tokens is not None:
@@ -119,11 +120,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
 def refuse_planned(model: nn.Module) -> None:
     """Raise ``InputError`` for a model under a plan: the one that is removed first would leave forwards behind."""
     for name, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), FORWARDS):
+        if isinstance(vars(module).get("forward"), PlannedForward):
             raise InputError(f"model: a plan is applied to {name or 'it'} already: call its handle.remove() first")
-
-
-FORWARDS = (CompiledLayer, LayerInSpan, SpannedLayer, SpannedSequence)
 
 
 @dataclass
@@ -205,11 +203,6 @@ def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
             f"the plan {plan.strategy} was made for other blocks than those of this {type(model).__name__}: "
             "make it again"
         ) from None
-
-
-def _sharing(model: nn.Module, stacks: list[Stack]) -> frozenset[nn.Module]:
-    """Modules of blocks whose weights may be used outside of the block too."""
-    return modules_that_share(model, [[block.modules for block in stack.blocks] for stack in stacks])
 
 
 def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle) -> None:

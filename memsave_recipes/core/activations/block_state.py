@@ -367,6 +367,20 @@ def clone_of(tensor: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` an attribute ``name`` of its own; afterwards it is as before."""
+    before = vars(owner).get(name, ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
 def on_copies_of_buffers(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, these layers write on copies."""
     buffers = [(layer._buffers, layer._buffers.copy()) for layer in layers]

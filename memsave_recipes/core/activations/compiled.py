@@ -11,8 +11,7 @@ Notes: ``docs/design/activations.md``.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -36,9 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memsave_recipes.core.activations.block_state import is_cache
+from memsave_recipes.core.activations.block_state import is_cache, replaced
 from memsave_recipes.core.activations.planned_forward import PlannedForward
-from memsave_recipes.core.activations.recompute import draws
+from memsave_recipes.core.activations.recompute import NOTHING, draws
 from memsave_recipes.core.activations.spans import NestedPart
 from memsave_recipes.core.errors import InputError
 
@@ -48,15 +47,10 @@ NEVER_COMPILED = "memsave_never_compiled"
 """An attribute of models whose layers no plan compiles; whoever builds the model sets it."""
 WAYS_OUT = "use another strategy, on eager layers (--compile none)"
 _numbers = count()
-NOTHING = nullcontext()
 MANY_GRAPHS = dynamo_config.patch(recompile_limit=MAX_GRAPHS)
 """Only around calls that may need it, as it takes 8 us."""
-
-
 ALL = 1.0
 """The ratio of the fastest backward."""
-
-
 READ_VALUES = ("item", "tolist")
 """The methods of a tensor that give its values to Python."""
 
@@ -98,7 +92,8 @@ class Region:
             return method(*args, **kwargs)
         try:
             many_graphs = NOTHING if self._num_graphs < self._few_graphs else MANY_GRAPHS
-            with NOTHING if DistributedDataParallel._active_ddp_module is None else _without_ddp(), many_graphs:
+            has_ddp = DistributedDataParallel._active_ddp_module is not None  # for it torch would cut a layer's graph
+            with replaced(DistributedDataParallel, "_active_ddp_module", None) if has_ddp else NOTHING, many_graphs:
                 outputs = self._run_layer(method, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise _refusal(kind, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
@@ -126,17 +121,6 @@ class Region:
         inductor: Callable[..., Any] = lookup_backend("inductor")
         with functorch_config.patch(activation_memory_budget=self.ratio):
             return inductor(graph, inputs, config_patches=options)
-
-
-@contextmanager
-def _without_ddp() -> Iterator[None]:
-    """Hide that DDP is around, for which torch would cut a layer's graph."""
-    around = DistributedDataParallel._active_ddp_module
-    DistributedDataParallel._active_ddp_module = None
-    try:
-        yield
-    finally:
-        DistributedDataParallel._active_ddp_module = around
 
 
 def _refusal(kind: type, reason: str) -> InputError:

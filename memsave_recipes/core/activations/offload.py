@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memsave_recipes.core.activations.micro_batches import inner_tensors
+from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.errors import InputError
 
 HOST_MEMORY = ("cpu", "mps")
@@ -205,7 +205,7 @@ class OffloadEngine:
         """Copy the storages of the block before, and take over its outputs. See NOTE [ offloaded storages ]."""
         self._finish()
         self.in_backward = None
-        stays = _state_of(modules) | _keys([leaf for leaf in _tensors(inputs) if leaf.is_leaf])
+        stays = _state_of(modules) | _keys([leaf for leaf in tensors_in(inputs) if leaf.is_leaf])
         block = _BlockStorages(self.last, stays, ungathered=_in_shards(modules))
         if before := self.last and self.last():
             here = [record for record in before.records.values() if record.storage is not None]
@@ -321,8 +321,4 @@ def _in_shards(modules: list[nn.Module]) -> list[nn.Module]:
 
 def _keys(values: Any) -> set[StorageWeakRef]:
     """The storages of all tensors in ``values``. A weak reference: its address is not used again while it is held."""
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(values) if _is_plain(tensor)}
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return inner_tensors(value for value in tree_leaves(values) if isinstance(value, Tensor))
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(values) if _is_plain(tensor)}

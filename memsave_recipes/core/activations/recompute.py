@@ -468,7 +468,10 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Collection[n
         RuntimeError: in the backward, if it is the second one.
     """
     function, inner = on_inner_tensors(function, inputs)
-    first_run, second_run = _selective_contexts(modules, tuple(inner))
+    block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
+    outputs: Outputs = defaultdict(list)
+    first_run = _FirstRun(outputs, block, tuple(inner))
+    second_run = _SecondRun(outputs, block, FrozenStatistics(modules))
     with Checkpoint(function, inner, second_run).hooks(), first_run:
         return function(*inner)
 
@@ -489,11 +492,6 @@ def kept_by_policy() -> Iterator[dict[int, int]]:
 
 
 _WATCHING: list[dict[int, int]] = []
-
-
-def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``select_ops`` keeps the output of this call of an operator. See NOTE [ random numbers ]."""
-    return _known_of(op).may_be_kept and not draws(op, args, kwargs)
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -538,12 +536,6 @@ def _known_of(op: Any) -> _Operator:
 _KNOWN: dict[int, _Operator] = {}
 DETACH = torch.ops.aten.detach.default
 """Of each tensor that is saved: no operator of the block."""
-
-
-def _selective_contexts(modules: Collection[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
-    block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
-    outputs: Outputs = defaultdict(list)
-    return _FirstRun(outputs, block, inputs), _SecondRun(outputs, block, FrozenStatistics(modules))
 
 
 class _Kept:

@@ -102,8 +102,10 @@ class SideEffects:
                 return outputs
             watched = _Tensors(self.state)
             outputs = function(*inputs)
-            if refusal := watched.refusal() or self._refusal_of_given(tensors_given, writes):
+            if refusal := watched.refusal():
                 raise refusal
+            if writes != _writes_on(tensors_given):
+                raise refusal_of(self.state.modules[0], "writes on a tensor that it is given")
             return outputs
 
         def later(*inputs: Any) -> Any:
@@ -115,12 +117,6 @@ class SideEffects:
             return self.state.run_with(found, function, *inputs) if found else function(*inputs)
 
         return first, later
-
-    def _refusal_of_given(self, tensors: list[Tensor], writes: list[int]) -> InputError | None:
-        is_written_on = writes != _writes_on(tensors)
-        return (
-            refusal_of(self.state.modules[0], f"{_changes_a(tensors[0])} that it is given") if is_written_on else None
-        )
 
     @property
     def _name(self) -> str:

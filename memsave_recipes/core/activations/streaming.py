@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.blocks import CalledLayers, Layer, find_stacks
 from memsave_recipes.core.activations.offload import Copies, SideStream
 from memsave_recipes.core.activations.tiles import Caller
@@ -280,9 +281,6 @@ def nothing_ahead(model: nn.Module) -> Iterator[None]:
     if stream is None:
         yield
         return
-    before, stream.looks_ahead = stream.looks_ahead, False
-    stream.forget()
-    try:
+    with replaced(stream, "looks_ahead", False):
+        stream.forget()
         yield
-    finally:
-        stream.looks_ahead = before

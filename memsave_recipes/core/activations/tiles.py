@@ -7,7 +7,7 @@ Notes: ``docs/design/activations.md``.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.side_effects import undone
 from memsave_recipes.core.errors import InputError
 
@@ -113,7 +114,7 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind), undone(module) as remembered:
             output = run(tokens)
             ends_with_dropout = not last or last[-1] is output
-            with _without_dropout(dropout):
+            with replaced(dropout, "training", False) if dropout else nullcontext():
                 together, alone = run(tokens) if _has_values(tokens) else output, run(tokens[1:, 2:])
     except Exception:  # it is another kind of module
         return False
@@ -158,18 +159,6 @@ def _has_values(tensor: Tensor) -> bool:
 def _same(one: Tensor, other: Tensor) -> bool:
     precision = torch.finfo(one.dtype).eps
     return bool((one - other).abs().max() <= 64 * precision * one.abs().max().clamp(min=precision))
-
-
-@contextmanager
-def _without_dropout(dropout: nn.Dropout | None) -> Iterator[None]:
-    if dropout is None:
-        yield
-        return
-    training, dropout.training = dropout.training, False
-    try:
-        yield
-    finally:
-        dropout.training = training
 
 
 @dataclass

@@ -28,7 +28,7 @@ from memsave_recipes.core.activations.streaming import resident_tensors
 from memsave_recipes.core.costs.preserve_state import hooked
 from memsave_recipes.core.processes import only_errors_of_c10
 from memsave_recipes.core.sharding.shards import noting_gathered
-from memsave_recipes.core.sharding.tensors import locals_of
+from memsave_recipes.core.sharding.tensors import local
 
 # Kineto announces every start and stop on stderr; this is the level above its loudest message.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -104,7 +104,7 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return address and bytes of the storages behind ``tensors``; in shards, those of this rank."""
-    storages = (tensor.untyped_storage() for tensor in locals_of(tensors))
+    storages = (tensor.untyped_storage() for tensor in map(local, tensors))
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
@@ -213,8 +213,8 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _on_device(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield those that are where the model is, and not on the host."""
-    devices = {tensor.device for tensor in locals_of(resident_tensors(model))}
-    return (tensor for tensor in locals_of(tensors) if tensor.device in devices)
+    devices = {tensor.device for tensor in map(local, resident_tensors(model))}
+    return (tensor for tensor in map(local, tensors) if tensor.device in devices)
 
 
 @contextmanager

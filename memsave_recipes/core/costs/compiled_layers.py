@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.core import losses
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.compiled import MAX_GRAPHS, Region
 from memsave_recipes.core.costs.fake_step import SimulatedClock
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.targets import Target
 
 NO_MEMORY = (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE, ir.MultiOutputLayout)

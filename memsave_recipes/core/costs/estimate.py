@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.core.activations import apply, tiles
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.compiled import check_compiler
 from memsave_recipes.core.activations.offload import OffloadEngine
 from memsave_recipes.core.activations.spans import RUN
@@ -40,7 +41,7 @@ from memsave_recipes.core.costs.fake_step import (
     Workspaces,
     rounded_up,
 )
-from memsave_recipes.core.costs.preserve_state import freeing_gradients, replaced
+from memsave_recipes.core.costs.preserve_state import freeing_gradients
 from memsave_recipes.core.costs.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.core.costs.targets import Target
 from memsave_recipes.core.costs.throughput import ModelFlops

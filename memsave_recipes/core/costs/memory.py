@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memsave_recipes.core.activations.recompute import kept_by_policy
 from memsave_recipes.core.costs.breakdown import persistent_tensors
 from memsave_recipes.core.sharding.shards import noting_gathered
-from memsave_recipes.core.sharding.tensors import locals_of
+from memsave_recipes.core.sharding.tensors import local
 
 MESSAGES = (
     "out of memory",  # torch's allocators, the driver (pinned memory too), Triton, NCCL
@@ -115,7 +115,7 @@ class SavedTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parameters = {parameter.untyped_storage()._cdata for parameter in locals_of(model.parameters())}
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in map(local, model.parameters())}
         self.storages: dict[int, int] = {}  # identity -> bytes
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from memsave_recipes.core.activations.block_state import CONTAINERS
+from memsave_recipes.core.activations.block_state import ABSENT, CONTAINERS, replaced
 from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.activations.streaming import stream_of
 from memsave_recipes.core.errors import InputError
@@ -315,7 +315,6 @@ OURS = (*BUILT_IN, "memsave_recipes")
 FORWARD = ("forward",)
 KEPT = ("_parameters", "_buffers", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 """Attributes of modules: names of tensors (``SavedState``), and hooks that FSDP2 registers once, in a first forward."""
-_ABSENT = object()
 
 
 @contextmanager
@@ -359,7 +358,7 @@ class _Attributes:
                 if name not in kept and name not in but:
                     delattr(owner, name) if isinstance(owner, type) else vars(owner).pop(name)
             for name, value in kept.items():
-                if name not in but and vars(owner).get(name, _ABSENT) is not value:
+                if name not in but and vars(owner).get(name, ABSENT) is not value:
                     setattr(owner, name, value) if isinstance(owner, type) else vars(owner).update({name: value})
 
 
@@ -375,20 +374,6 @@ def _objects_in(value: Any) -> Iterator[Any]:
                 yield from _objects_in(one)
     elif not (isinstance(value, OPAQUE) or _is_of(type(value), OURS)) and hasattr(value, "__dict__"):
         yield value
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give ``owner`` an attribute ``name`` of its own; afterwards it is as before."""
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _num_elements(value: Any) -> float:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memsave_recipes.core.activations.arguments import split_call
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.activations.micro_batches import tensors_in
 from memsave_recipes.core.costs.block_costs import Workload, way_of
-from memsave_recipes.core.costs.preserve_state import replaced
 from memsave_recipes.core.costs.step_trace import StepTrace
 from memsave_recipes.core.costs.trace_events import Ends, Part, Reading, Storages
 from memsave_recipes.core.plans import Action, Plan, Span

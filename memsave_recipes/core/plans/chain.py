@@ -7,7 +7,6 @@ NOTE [ the figures of a chain ].
 Notes: ``docs/design/plans.md``.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,9 +37,6 @@ class BlockOption:
         ratio: as in ``Span``.
         added_s: seconds by which a step is slower than under ``KEEP``; below 0 if it is faster.
         noise_s: the noise of ``added_s``: rule 9.
-
-    Raises:
-        ValueError: a figure that no measurement gives.
     """
 
     action: Action
@@ -53,13 +49,6 @@ class BlockOption:
     forward_transient_bytes: int
     backward_transient_bytes: int
     accumulated_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        _check_not_negative(self)
-        if self.action is Action.RECOMPUTE:
-            raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
-        if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
-            raise ValueError(f"added_s of {self.action.value} cannot be {self.added_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +63,6 @@ class BlockCosts:
         has_backward: ``False`` if it ``is_frozen``, or no loss depends on its output. Then it never runs again, and
             what it saves is there until the forward ends.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
-
-    Raises:
-        ValueError: a figure that no measurement gives, no ``KEEP``, or two options with one action and ratio.
     """
 
     name: str
@@ -95,14 +81,6 @@ class BlockCosts:
     variables_bytes: int = 0
     has_backward: bool = True
     options: tuple[BlockOption, ...]
-
-    def __post_init__(self) -> None:
-        _check_not_negative(self)
-        ways = [(option.action, option.ratio) for option in self.options]
-        if (Action.KEEP, None) not in ways or len(set(ways)) < len(ways):
-            raise ValueError(f"{self.name} needs the option KEEP, and each option once")
-        if self.stack is None and len(ways) > 1:
-            raise ValueError(f"{self.name} has no stack, so it can only be kept")
 
     @property
     def is_frozen(self) -> bool:
@@ -155,9 +133,6 @@ class Chain:
         noise_s: the noise of all blocks together; less than the sum of theirs, as their errors differ.
         host_bytes: memory of the host that is pinned all the time, for frozen weights that are streamed from it.
         nested: whether plans may have ``RECOMPUTE_NESTED`` spans.
-
-    Raises:
-        ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
     """
 
     blocks: tuple[BlockCosts, ...]
@@ -172,17 +147,6 @@ class Chain:
     noise_s: float = 0.0
     host_bytes: int = 0
     nested: bool = False
-
-    def __post_init__(self) -> None:
-        _check_not_negative(self)
-        if not self.blocks:
-            raise ValueError("a chain needs at least one block")
-        if self.extra_args_bytes < max(block.extra_args_bytes for block in self.blocks):
-            raise ValueError(f"extra_args_bytes of a block cannot be more than {self.extra_args_bytes}, those of all")
-        stacks = [block.stack for block in self.blocks]
-        starts = [stack for i, stack in enumerate(stacks) if stack is not None and (i == 0 or stacks[i - 1] != stack)]
-        if len(set(starts)) < len(starts):
-            raise ValueError("the blocks of a stack must be neighbours in the chain")
 
     @cached_property
     def decided(self) -> tuple[int, ...]:
@@ -337,10 +301,3 @@ class StaticMemory:
         largest = max(sizes, default=0)
         options = (replace(o, backward_transient_bytes=o.backward_transient_bytes + largest) for o in block.options)
         return replace(block, options=tuple(options)) if largest else block
-
-
-def _check_not_negative(costs: object) -> None:
-    """Refuse figures below 0 or infinite, except ``added_s``, which is below 0 for a faster action."""
-    for name, value in vars(costs).items():
-        if isinstance(value, int | float) and name != "added_s" and not 0 <= value < math.inf:
-            raise ValueError(f"{name} cannot be {value}")

@@ -8,7 +8,6 @@ each block of a span is treated by itself.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +19,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from memsave_recipes.core.errors import InputError
+from memsave_recipes.core.errors import InputError, check_file
 from memsave_recipes.core.plans.prediction import Prediction
 
 FORMAT_VERSION = 1
@@ -370,8 +369,7 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         InputError: there is no such file, or it holds no plan.
     """
-    if not os.path.isfile(path):  # False for a text that cannot be a path, where pathlib raises
-        raise InputError(f"strategy {path} is not a file: check the path")
+    check_file("strategy", path)
     try:
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

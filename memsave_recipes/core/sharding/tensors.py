@@ -4,7 +4,7 @@ Parameters, gradients and optimizer state are cut along their first dimension, a
 may have less than the others, or nothing.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,6 @@ def is_sharded(model: nn.Module) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that this rank has, in the same memory; ``tensor`` itself where that is all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def locals_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """``local`` of each."""
-    return map(local, tensors)
 
 
 def whole(tensor: Tensor) -> Tensor:

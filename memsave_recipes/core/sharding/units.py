@@ -68,7 +68,6 @@ def sharded_units(
     device: torch.device,
     *,
     with_masters: bool = False,
-    ends: tuple[str, str] | None = None,
 ) -> tuple[ShardedUnit, ...]:
     """The bytes of ``units_of`` and of the root, in the order in which ``model`` registers them, the root first.
 
@@ -78,8 +77,6 @@ def sharded_units(
         device: of the ranks; a CPU copies gradients that they do not divide before it reduces them, and of another
             dtype one by one.
         with_masters: whether shards, and the gradients that are reduced, are float32, whatever ``model`` is.
-        ends: of a chain in which ``modules_outside_blocks`` are no parts, its first and last part, to which embeddings
-            and all else then belong.
 
     Raises:
         InputError: as ``units_of``, or a parameter cannot be cut up.
@@ -88,8 +85,6 @@ def sharded_units(
     order = {module: number for number, module in enumerate(model.modules())}
     units = sorted(units_of(model, plan, flag), key=lambda unit: min(order[module] for module in unit.modules))
     names, blocks = _names_of(model), _blocks_of(model)
-    if ends is not None:
-        names = {module: ends[0] if isinstance(module, nn.Embedding) else ends[1] for module in names}
     own = {weight for unit in units for weight in _weights(unit.modules)}
     root = [weight for weight in model.parameters() if weight not in own]
     in_bytes = partial(_in_bytes, num_ranks=num_ranks, device=device, with_masters=with_masters)

@@ -121,14 +121,13 @@ class LabelledText:
     """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``.
 
     A label is the index of a class, a list of them, or a number, by ``problem_type``; numbers are one unnamed class.
-    Without training texts, ``train`` is ``validation``. ``of_files`` are lines on the files that were read.
+    Without training texts, ``train`` is ``validation``. ``of_files`` are lines on the rows and files that were read.
     """
 
     train: datasets.Dataset
     validation: datasets.Dataset
     label_names: tuple[str, ...]
     problem_type: ProblemType = SINGLE
-    num_without_text: int = 0
     of_files: tuple[str, ...] = ()
 
     @property
@@ -152,10 +151,7 @@ class LabelledText:
         if self.problem_type == REGRESSION:
             labels = self.train["label"][:]
             classes = f"labels are numbers from {min(labels):g} to {max(labels):g}: {self.problem_type}"
-        left_out = (
-            [f"rows left out because they have no text: {self.num_without_text}"] if self.num_without_text else []
-        )
-        return "; ".join([sizes, classes, *left_out, *self.of_files])
+        return "; ".join([sizes, classes, *self.of_files])
 
     def documents(self) -> Iterator[str]:
         """Yield the training texts, those of pairs one by one, for a tokenizer to be trained on."""
@@ -204,7 +200,8 @@ def load_labelled_text(
     for split, rows in kept.items():
         if not len(rows):
             raise InputError(f"{_name_of(splits[split])} has no text: give rows that are not blank")
-    num_without_text = sum(map(len, whole.values())) - sum(map(len, kept.values()))
+    if without_text := sum(map(len, whole.values())) - sum(map(len, kept.values())):
+        notes = (f"rows left out because they have no text: {without_text}", *notes)
     unused = {f"column {name}" for table in first for name in table.rows.column_names if name not in columns}
     notes = (*notes, *of_unused(unused), *(_of_names(names) if problem == SINGLE else ()))
     if "validation" not in kept:
@@ -216,7 +213,6 @@ def load_labelled_text(
         validation=kept["validation"],
         label_names=tuple(names),
         problem_type=problem,
-        num_without_text=num_without_text,
         of_files=notes,
     )
 

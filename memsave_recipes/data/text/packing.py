@@ -22,6 +22,7 @@ from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.losses import IGNORED_LABEL
 from memsave_recipes.data.text.chat_template import TokenizedConversations
 from memsave_recipes.data.text.tokenizers import TokenLine, tokenize_documents
+from memsave_recipes.models.packed_attention import evaluating
 
 Batch = dict[str, Tensor]
 
@@ -227,12 +228,8 @@ def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
         first, second = (model(**batch, use_cache=False).logits.view(2, 8, -1)[is_second] for batch in batches)
         return float((first - second).abs().max())
 
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return effect(position_ids=positions) <= 1e-3 * effect()
-    finally:
-        model.train(was_training)
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -7,7 +7,7 @@ how many bits they use: ``grey_bits`` of the saved image processor. PGM files st
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -277,18 +277,11 @@ def fingerprint_of_images(splits: dict[str, datasets.Dataset], data_dir: str | N
             found.samples[name] = _samples_of_dataset(rows, name)
             continue
         files = names_below(rows, data_dir)
-        states = [file_state(image["path"]) for image in rows["image"]]
-        described = zip(files, states, rows["label"], strict=True)
-        found.samples[name] = _samples_of(
-            files, (f"{file} {state.st_size} {label}" for file, state, label in described)
-        )
-        found.times[name] = _samples_of(files, (f"{state.st_mtime_ns}" for state in states))
+        sizes = [file_state(image["path"]).st_size for image in rows["image"]]
+        described = zip(files, sizes, rows["label"], strict=True)
+        digests = [digest_of(f"{file} {size} {label}".encode()) for file, size, label in described]
+        found.samples[name] = Samples(digests=np.array(digests, dtype=np.int64), name_of=files.__getitem__)
     return found
-
-
-def _samples_of(files: list[str], texts: Iterable[str]) -> Samples:
-    digests = np.array([digest_of(text.encode()) for text in texts], dtype=np.int64)
-    return Samples(digests=digests, name_of=files.__getitem__)
 
 
 def _samples_of_dataset(rows: datasets.Dataset, split: str) -> Samples:

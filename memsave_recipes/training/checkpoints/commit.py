@@ -39,22 +39,6 @@ TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 SPARE_BYTES = 1024**2
 """For the files of a checkpoint that hold no tensors."""
-DISK_ERRORS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your quota of the disk is used up",
-    errno.EFBIG: "a file would be larger than this process or file system may write (see `ulimit -f`)",
-    errno.EROFS: "it is on a disk that is read-only",
-    errno.EACCES: "it may not be written by you",
-    errno.EPERM: "it may not be written by you",
-    errno.EIO: "the disk fails",
-    errno.ENOTDIR: "a folder of its path is a file",
-    errno.ENAMETOOLONG: "its path is too long",
-    errno.ELOOP: "a folder of its path is a link to itself",
-    errno.ESTALE: "the disk of another machine has been taken away",
-    errno.ENOENT: "a file or folder of it is gone, as a cleaner of old files removes them",
-    errno.EISDIR: "a folder has the name of its file",
-    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), "another process writes there"),
-}
 
 
 T = TypeVar("T")
@@ -200,7 +184,7 @@ def disk_errors_as_input_error(
         number = _number_of(error)
         if not number or isinstance(error, ConnectionError | TimeoutError):  # of other ranks, or of no disk
             raise
-        reason = DISK_ERRORS.get(number) or f"{os.strerror(number)[0].lower()}{os.strerror(number)[1:]}"
+        reason = os.strerror(number).lower() + (" (see `ulimit -f`)" if number == errno.EFBIG else "")
         raise InputError(
             f"--output_dir {folder.parent}: {name} cannot be written or deleted, {reason}: see to that, {hint}"
         ) from error

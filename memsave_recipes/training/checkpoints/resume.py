@@ -199,12 +199,10 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
 
 def with_previous_choices(run: Any, earlier: dict[str, Any]) -> Any:
     """Return the flags ``run`` with what the ``earlier`` run began with, where their rules and values say so."""
-    rules, stays = rules_of(type(run)), {}
-    for name, rule in rules.items():
-        if rule.resume in ("chosen", "kept"):
-            stays[name] = AUTO if rule.resume == "chosen" else getattr(type(run), name)
+    rules = rules_of(type(run))
+    names = [name for name, rule in rules.items() if rule.resume == "chosen" and getattr(run, name) == AUTO]
     known = _before(rules) | earlier
-    return replace(run, **{name: known[name] for name, value in stays.items() if getattr(run, name) == value})
+    return replace(run, **{name: known[name] for name in names})
 
 
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any], rules: dict[str, Rules]) -> list[str]:
@@ -264,7 +262,7 @@ def _may_be(rule: Rules, was: Any, now: Any, *, has_no_end: bool) -> bool:
         or [was] == now  # earlier versions took one word of what is a list now
         or rule.resume == "free"
         or (rule.same and {was, now} <= {*rule.same})
-        or (rule.resume in ("chosen", "searched") and now == AUTO)
+        or (rule.resume == "chosen" and now == AUTO)
         or (rule.resume == "length" and has_no_end)
     )
 
@@ -318,8 +316,6 @@ def check_same_data(saved: dict[str, Any], data: Fingerprint | None) -> list[str
             f"--resume: the data is not what the run was trained on ({differences}): put it back, or name another "
             "--output_dir"
         )
-    if times := "; ".join(data.other_times(saved["data"])):
-        return [f"note: files were modified at another time ({times}), their pixels are taken to be the same"]
     return []
 
 

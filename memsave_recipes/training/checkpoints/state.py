@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.host.masters import MASTERS, masters_beside_weights, masters_in
 from memsave_recipes.core.host.state import copies_on_host
-from memsave_recipes.core.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
+from memsave_recipes.core.sharding.tensors import cut_like, is_sharded, local, whole
 from memsave_recipes.core.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.core.text import MIB
 from memsave_recipes.training.checkpoints.shard_files import NAME, read_shards, shards_of
@@ -151,7 +151,7 @@ class TrainState:
     @torch.no_grad()
     def is_finite(self) -> bool:
         """Return whether all weights that train (of this rank) are finite; copy none, wait for the device once."""
-        trained = locals_of(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        trained = (local(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
         found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # some weights may wait on the host
         for part in trained:
             if part.numel():

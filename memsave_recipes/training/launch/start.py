@@ -239,7 +239,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
     activations are recomputed, and is of use to weights that a forward uses twice alone.
 
     Args:
-        collective_timeout_s: how long ranks may wait for one another; the process group itself gives up later.
         **kwargs: for ``accelerate.Accelerator``; device, accumulation and ``kwargs_handlers`` are decided here.
 
     Raises:
@@ -248,7 +247,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
             or the model is to be compiled.
     """
 
-    def __init__(self, *, collective_timeout_s: float = LIMIT_S, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         _check_whole_weights()
         _check_not_compiled()
         end_with_launcher()
@@ -264,7 +263,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
         super().__init__(
             cpu=on_cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + GROUP_TIMEOUT_MARGIN_S)),
+            kwargs_handlers=_handlers(timedelta(seconds=LIMIT_S + GROUP_TIMEOUT_MARGIN_S)),
             **kwargs,
         )
         if self.num_processes < world.world_size:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from memsave_recipes.core.activations import apply_plan, plan_blocks, recompute
-from memsave_recipes.core.activations.recompute import KEPT_OPERATORS, is_kept, kept_by_policy, select_ops
+from memsave_recipes.core.activations.recompute import KEPT_OPERATORS, _known_of, draws, kept_by_policy, select_ops
 from memsave_recipes.core.costs.memory import SavedTensors
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.plans import Action, Plan, Span
@@ -183,6 +183,10 @@ ATTENTIONS = [
     aten._flash_attention_forward.default,
     aten._efficient_attention_forward.default,
 ]
+
+
+def is_kept(op, args, kwargs):
+    return _known_of(op).may_be_kept and not draws(op, args, kwargs)
 
 
 @pytest.mark.parametrize("op", ATTENTIONS, ids=lambda op: op.name())

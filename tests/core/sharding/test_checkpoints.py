@@ -149,7 +149,7 @@ def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_one_before(run_on_ranks,
     save_there = partial(save_where_a_rank_fails, tmp_path / "checkpoints", phase)
     raised = run_on_ranks(save_there, 2)
     assert {kind for kind, _ in raised} == {"InputError"}
-    assert all("step-4 cannot be written or deleted, the disk is full" in message for _, message in raised)
+    assert all("step-4 cannot be written or deleted, no space left on device" in message for _, message in raised)
     assert [path.name for path in Path(tmp_path, "checkpoints").iterdir()] == ["step-3"]
     assert find_newest(tmp_path / "checkpoints").step == SAVED
 

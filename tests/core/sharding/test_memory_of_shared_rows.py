@@ -43,7 +43,8 @@ def workload(model, group, lengths, loss, device):
     tokens = torch.zeros(count, length, dtype=torch.int64, device=device)
     batch = {"input_ids": tokens, "labels": tokens.clone(), "position_ids": tokens.clone()}
     batch = fake_batch(model, batch) if device.type == "meta" else batch
-    trained = CausalLMLoss(model, loss, chunk_bytes=4 * 64 * 32, sequence_group=group)
+    vars(model)["sequence_group"] = group
+    trained = CausalLMLoss(model, loss, chunk_bytes=4 * 64 * 32)
     return workload_of(model, lambda _, batch: trained(**batch, document_lengths=lengths), batch)
 
 

@@ -158,7 +158,7 @@ def test_a_disk_that_fills_up_in_the_second_file_ends_all_ranks(run_on_ranks, tm
     (tmp_path / "final" / "earlier").write_text("whole")
     first, second = run_on_ranks(partial(save_on_a_disk_that_fills_up, tmp_path), 2)
     assert first == second
-    assert first.startswith(f"--output_dir {tmp_path}: final/ cannot be written or deleted, a file would be larger")
+    assert first.startswith(f"--output_dir {tmp_path}: final/ cannot be written or deleted, file too large")
     assert first.endswith("see to that, then go on with --resume")
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert content(tmp_path / "final") == {"earlier": b"whole"}

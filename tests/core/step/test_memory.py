@@ -44,7 +44,6 @@ def make_report(
     num_steps=6,
     global_batch_size=5,
     micro_batch_size=2,
-    settings=None,
     count_valid=None,
 ):
     torch.manual_seed(0)
@@ -54,15 +53,15 @@ def make_report(
         Points(),
         order=SampleOrder(num_samples=NUM_SAMPLES, global_batch_size=global_batch_size, seed=0),
         layout=BatchLayout.of(global_batch_size, micro_batch_size, accelerator.num_processes),
-        first_step=first_step,
         num_steps=num_steps,
         seed=0,
         count_valid=count_valid,
     )
+    batches.begin_after(first_step)
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    return RunReport(accelerator, batches, model, optimizer, settings)
+    return RunReport(accelerator, batches, model, optimizer)
 
 
 def train(accelerator, *, hungry_rank=None, **options):

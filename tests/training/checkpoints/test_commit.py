@@ -105,7 +105,7 @@ def test_a_defect_of_ours_keeps_its_traceback(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o555)
-    with pytest.raises(InputError, match="may not be written by you"):
+    with pytest.raises(InputError, match="permission denied"):
         commit(tmp_path / "checkpoints", "step-1", write_two_files)
 
 
@@ -114,7 +114,7 @@ def test_a_read_only_disk(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(InputError, match="on a disk that is read-only"):
+    with pytest.raises(InputError, match="read-only file system"):
         commit(tmp_path / "checkpoints", "step-1", write_two_files)
 
 
@@ -193,8 +193,8 @@ def edit(path, old, new):
 
 def test_the_errors_of_safetensors_are_understood():
     for text, words in (
-        ("No space left on device (os error 28)", "the disk is full"),
-        ("(os error 2)", "of it is gone"),
+        ("No space left on device (os error 28)", "no space left on device"),
+        ("(os error 2)", "no such file or directory"),
     ):
         with pytest.raises(InputError, match=words), disk_errors_as_input_error(Path("run/c"), "step-1"):
             raise RuntimeError(f"Error while serializing: I/O error: {text}")
@@ -203,8 +203,8 @@ def test_the_errors_of_safetensors_are_understood():
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (FileNotFoundError(errno.ENOENT, "x"), "of it is gone"),
-        (IsADirectoryError(errno.EISDIR, "x"), "a folder has the name of its file"),
+        (FileNotFoundError(errno.ENOENT, "x"), "no such file or directory"),
+        (IsADirectoryError(errno.EISDIR, "x"), "is a directory"),
         (OSError(errno.ENXIO, "x"), "no such device or address"),
     ],
 )

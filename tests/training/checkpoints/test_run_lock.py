@@ -29,7 +29,7 @@ def test_a_lock_that_was_deleted_is_taken_again_and_said(held, capsys):
 
 def test_a_folder_in_its_place_is_one_line(tmp_path):
     (tmp_path / "run.lock").mkdir()
-    with pytest.raises(InputError, match="a folder has the name of its file"):
+    with pytest.raises(InputError, match="is a directory"):
         RunLock(tmp_path).acquire()
 
 

@@ -337,9 +337,9 @@ class TestDevice:
         assert [h.cache_enabled for h in machine.handlers if isinstance(h, AutocastKwargs)] == [False]
 
     def test_the_group_gives_up_after_the_ranks_have_been_named(self, machine: Machine) -> None:
-        Accelerator(collective_timeout_s=60.0)
+        Accelerator()
         (timeout,) = [h.timeout for h in machine.handlers if isinstance(h, InitProcessGroupKwargs)]
-        assert timeout.total_seconds() == 60 + launch.GROUP_TIMEOUT_MARGIN_S
+        assert timeout.total_seconds() == launch.LIMIT_S + launch.GROUP_TIMEOUT_MARGIN_S
 
     def test_accelerator_where_there_is_one(self, machine: Machine) -> None:
         machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

@@ -142,9 +142,9 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
         layout=layout,
         num_steps=NUM_STEPS,
         seed=SEED,
-        first_step=first_step,
         num_workers=run.workers,
     )
+    batches.begin_after(first_step)
     for batch in batches:
         learning_rate = scheduler.get_last_lr()[0]
         train_step(accelerator, model, optimizer, scheduler, batch)
