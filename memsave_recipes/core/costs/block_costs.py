@@ -32,7 +32,7 @@ from memsave_recipes.core.activations import apply_plan
 from memsave_recipes.core.activations.blocks import find_parts
 from memsave_recipes.core.activations.offload import unpinned_after
 from memsave_recipes.core.activations.streaming import StreamedLayer, ahead_bytes, nothing_ahead, resident_tensors
-from memsave_recipes.core.costs.preserve_state import clear_gradients, preserve_state, without_layerdrop
+from memsave_recipes.core.costs.preserve_state import preserve_state, without_layerdrop
 from memsave_recipes.core.costs.step_trace import StepTrace, chain_of, most_offloaded_bytes
 from memsave_recipes.core.costs.targets import UNKNOWN_HOST, Host
 from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter, Part, StepTracer, storages_in
@@ -369,7 +369,7 @@ class _Run:
 
     def _step(self, tracer: StepTracer, meter: Meter) -> None:
         tracer.run(self.workload.forward, meter)
-        clear_gradients(self.workload.model)
+        self.workload.model.zero_grad()
 
 
 def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:

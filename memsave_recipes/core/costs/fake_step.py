@@ -7,7 +7,7 @@ the rates of a data sheet the time is a bound; by calibrated ones it is what to 
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction, Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from memsave_recipes.core.activations.block_state import replaced
 from memsave_recipes.core.costs.throughput import CONVOLUTIONS, FORMULAS_OF_ALL_THAT_RUNS
 from memsave_recipes.core.costs.trace_events import DeviceInstruments, Meter, Reading
 from memsave_recipes.core.plans.chain import CPU, allocated_bytes
@@ -305,8 +306,7 @@ class _Operators(TorchDispatchMode):
         self.instruments.clock.now += seconds_of[key]
         return out
 
-    @contextmanager
-    def seeing_random_states(self) -> Iterator[None]:
+    def seeing_random_states(self) -> AbstractContextManager[None]:
         """Count the states that torch's checkpoints read: they are no fake tensors and pass no mode."""
         read = torch.get_rng_state
 
@@ -315,11 +315,7 @@ class _Operators(TorchDispatchMode):
             self._add(state.untyped_storage())
             return state
 
-        torch.get_rng_state = seen
-        try:
-            yield
-        finally:
-            torch.get_rng_state = read
+        return replaced(torch, "get_rng_state", seen)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         num_bytes = allocated_bytes([storage.nbytes()], self.instruments.device)

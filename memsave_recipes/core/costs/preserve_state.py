@@ -236,12 +236,6 @@ def freeing_gradients(parameters: Iterable[nn.Parameter]) -> AbstractContextMana
     return hooked(one.register_post_accumulate_grad_hook(free) for one in parameters if one.requires_grad)
 
 
-def clear_gradients(model: nn.Module) -> None:
-    """Set all gradients to ``None``."""
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
     """Let no layer be left out at random (LayerDrop, Fan et al. 2019, https://arxiv.org/abs/1909.11556).
@@ -249,19 +243,12 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
     Models of transformers read its rate from an attribute, of a module or of its configuration.
     """
     holders = {id(holder): holder for module in model.modules() for holder in (module, getattr(module, "config", None))}
-    rates = [
-        (holder, name, rate)
-        for holder in holders.values()
-        for name, rate in getattr(holder, "__dict__", {}).items()
-        if "layerdrop" in name and isinstance(rate, float)
-    ]
-    for holder, name, _ in rates:
-        setattr(holder, name, 0.0)
-    try:
+    with ExitStack() as stack:
+        for holder in holders.values():
+            for name, rate in [*getattr(holder, "__dict__", {}).items()]:
+                if "layerdrop" in name and isinstance(rate, float):
+                    stack.enter_context(replaced(holder, name, 0.0))
         yield
-    finally:
-        for holder, name, rate in rates:
-            setattr(holder, name, rate)
 
 
 def running_blocks(

@@ -105,15 +105,14 @@ def layouts_of(
     Raises:
         InputError: none is left.
     """
-    found: list[BatchLayout] = []
-    refusals: dict[int, InputError | None] = {}
-    for layout in open_layouts(task.run, task.optim, num_processes):
-        num_samples = min(2, (smallest or _smallest)(layout))  # one may be too few, and two never are
-        if num_samples not in refusals:
-            refusals[num_samples] = _refusal(task, num_samples)
-        found += [layout] if refusals[num_samples] is None else []
-    for refusal in filter(None, refusals.values()) if not found else ():
-        raise refusal
+    found = open_layouts(task.run, task.optim, num_processes)
+    try:
+        check_samples(task, 1)
+    except InputError:
+        check_samples(task, 2)  # so many are never too few
+        found = [layout for layout in found if (smallest or _smallest)(layout) > 1]
+        if not found:
+            raise
     return found
 
 
@@ -122,14 +121,6 @@ def check_samples(task: Task, num_samples: int) -> None:
     if task.check_samples is not None:
         with torch.device("meta"):
             task.check_samples(task.build_model(), num_samples)
-
-
-def _refusal(task: Task, num_samples: int) -> InputError | None:
-    try:
-        check_samples(task, num_samples)
-    except InputError as error:
-        return error
-    return None
 
 
 def _smallest(layout: BatchLayout) -> int:

@@ -17,7 +17,6 @@ from memsave_recipes.core.activations import apply_plan
 from memsave_recipes.core.costs.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.core.costs.memory import empty_cache, is_out_of_memory
 from memsave_recipes.core.costs.preserve_state import (
-    clear_gradients,
     freeing_gradients,
     preserve_state,
     without_layerdrop,
@@ -184,12 +183,12 @@ def step_bytes(
                     forward().backward()
             forward().backward()
             meter.mark()
-            clear_gradients(model)
+            model.zero_grad()
 
         def rise_bytes() -> int:
             forward().backward()  # compiles what compiles
             if not has_sums:
-                clear_gradients(model)
+                model.zero_grad()
             return max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
 
         lowest_bytes = min(rise_bytes() for _ in range(READINGS if in_shards and device.type == "cpu" else 1))

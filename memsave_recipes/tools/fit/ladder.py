@@ -10,6 +10,7 @@ NOTE [ the ladder ]
    each of them meanwhile, which takes about a third off the time with two cores.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -107,10 +108,6 @@ class KnownEstimates(Estimates):
         """Whether layers compute compiled."""
         return compiles(self.task, self.launch.target, self.model)
 
-    def largest(self, loss: str | None) -> int:
-        """Return the largest micro-batch that has been estimated with this loss."""
-        return max(size for size, its_loss in self._known if its_loss == loss)
-
 
 def with_tiles(strategies: tuple[str, ...]) -> tuple[str, ...]:
     """Add MLPs in tiles; their layers' inputs go to the host where ``strategies`` offload."""
@@ -125,7 +122,6 @@ class Setting:
     Args:
         estimates: of a task with the same model.
         strategies: whose costs the solver's plans are made of.
-        like: a setting whose estimates tell where to begin to look for the largest micro-batch.
     """
 
     task: Task
@@ -133,7 +129,6 @@ class Setting:
     estimates: KnownEstimates
     budget_bytes: int
     strategies: tuple[str, ...] = ESTIMATED
-    like: "Setting | None" = None
     _plain: dict[tuple[int, str | None], list[Candidate]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -211,16 +206,10 @@ class Setting:
     def _largest(self, loss: str | None) -> int:
         """Return the number of the largest layout that fits without checkpointing; 0 where none does."""
 
-        def fits(at: int) -> bool:
-            return self._plain_candidates(at, loss)[0].fits
+        def is_too_large(at: int) -> bool:
+            return not self._plain_candidates(at, loss)[0].fits
 
-        last = len(self.layouts) - 1
-        at = min(last, self._guess(loss) + 1)  # that one is asked about anyway, and often fits: guesses are low
-        while at and not fits(at):
-            at -= 1
-        while at < last and fits(at) and fits(at + 1):
-            at += 1
-        return at
+        return max(0, bisect_left(range(len(self.layouts)), True, key=is_too_large) - 1)
 
     @property
     def has_room(self) -> bool:
@@ -236,21 +225,6 @@ class Setting:
         gradients = 0 if leave else trained // (self.groups.size if self.groups else 1)
         weights = sum(tensor.nbytes for tensor in resident_tensors(model)) - static.remote_bytes
         return weights + static.state_bytes + gradients
-
-    def _guess(self, loss: str | None) -> int:
-        """Guess the largest layout that fits, as if activations and temporaries grew with the micro-batch; -1 for none.
-
-        They are those of the largest micro-batch that ``like`` has estimates of; else of the largest of all where half
-        of the memory is left for them, or of the smallest.
-        """
-        like = self.like or self
-        sizes = [layout.micro_batch_size for layout in like.layouts]
-        first = len(sizes) - 1 if 2 * self.least_bytes < self.budget_bytes else 0
-        known = like._plain_candidates(first if like is self else sizes.index(like.estimates.largest(loss)), loss)[0]
-        growing = max(1, known.parts["activations"] + known.parts["temporaries"])
-        free = known.budget_bytes - known.needed_bytes + like.least_bytes - self.least_bytes
-        most = known.layout.micro_batch_size * (1 + free / growing)
-        return max([at for at, layout in enumerate(self.layouts) if layout.micro_batch_size <= most], default=-1)
 
 
 def _peaks_in_blocks(candidate: Candidate) -> bool:
@@ -418,7 +392,7 @@ class Ladder:
             task, estimates = self.read(flags), setting.estimates
             if way.has_own_costs:
                 estimates = KnownEstimates(task, setting.launch, estimates.on_estimate)
-            setting = replace(setting, task=task, estimates=estimates, like=setting)
+            setting = replace(setting, task=task, estimates=estimates)
         for strategies in way.strategies:
             if strategies != setting.strategies:
                 setting = replace(setting, strategies=strategies)
