@@ -1,6 +1,6 @@
-"""Memory against time of six models: plans made for a budget and other methods, measured in turns.
+"""Memory against time of nine models: plans made for a budget and other methods, measured in turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/frontier.py                  # six models at a size for a CPU
+    OMP_NUM_THREADS=1 python benchmarks/frontier.py                  # nine models at a size for a CPU
     python benchmarks/frontier.py --device cuda                      # VGG16, DenseNet-121, GPT-2 124M, Llama 1B
     python benchmarks/frontier.py --model vgg16 --repetitions 9      # one of them; the others stay in the files
 

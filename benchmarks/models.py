@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from image_text_works import IMAGE_TEXT_MODELS, build_image_text
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -45,7 +46,7 @@ from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.models.image_classifiers import MODELS
 
 CNNS = ("vgg16", "densenet121", "resnet50")
-LANGUAGE_MODELS = ("gpt2", "llama")
+LANGUAGE_MODELS = ("gpt2", "llama", *IMAGE_TEXT_MODELS)
 TITLES = {
     "vgg16": "VGG16",
     "densenet121": "DenseNet-121",
@@ -53,6 +54,7 @@ TITLES = {
     "vit": "ViT",
     "gpt2": "GPT-2",
     "llama": "Llama",
+    **IMAGE_TEXT_MODELS,
 }
 _NO_DROPOUT_IN_GPT2: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _END_TOKEN: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}  # in every vocabulary, however small
@@ -60,6 +62,14 @@ _LLAMA_1B = {
     **{"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
 }
+_DECODER: dict[str, Any] = {
+    **{"vocab_size": 32_768, "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 704},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+}
+_TOWER: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 768}
+_SIGLIP = _TOWER | {"num_hidden_layers": 6, "num_attention_heads": 4}
+_TOWER_OF_QWEN = _TOWER | {"depth": 6, "num_heads": 4, "out_hidden_size": 256, "deepstack_visual_indexes": [1, 3]}
+_M_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
@@ -71,6 +81,12 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "gpt2": {"batch_size": 2, "length": 256, "vocab_size": 32_768, "n_layer": 8, "n_embd": 256, "n_head": 4},
         "llama": {"batch_size": 2, "length": 256, "vocab_size": 32_768, "num_hidden_layers": 8, "hidden_size": 256}
         | {"intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "gemma3": {"batch_size": 2, "num_tokens": 256, "num_images": 1, "side": 224, "mm_tokens_per_image": 64}
+        | {"text_config": _DECODER, "vision_config": _SIGLIP | {"patch_size": 14}},
+        "smolvlm": {"batch_size": 2, "num_tokens": 256, "num_images": 4, "side": 128, "scale_factor": 2}
+        | {"text_config": _DECODER, "vision_config": _SIGLIP | {"patch_size": 16}},
+        "qwen3_vl": {"batch_size": 2, "num_tokens": 256, "num_images": 1, "side": 256}
+        | {"text_config": _DECODER | {"rope_parameters": _M_ROPE}, "vision_config": _TOWER_OF_QWEN},
     },
     "cuda": {
         "vgg16": {"batch_size": 64, "image_size": 224, "num_classes": 2},
@@ -137,7 +153,9 @@ def build_work(name: str, size: dict[str, Any], device: torch.device) -> Work:
     settings = dict(size)
     batch_size, dtype = settings.pop("batch_size"), getattr(torch, settings.pop("dtype", "float32"))
     torch.manual_seed(0)
-    if name in LANGUAGE_MODELS:
+    if name in IMAGE_TEXT_MODELS:
+        model, batch = build_image_text(name, batch_size, **settings)
+    elif name in LANGUAGE_MODELS:
         length = settings.pop("length")
         model = _BUILDERS[name](**settings)
         tokens = torch.randint(model.config.vocab_size, (batch_size, length))

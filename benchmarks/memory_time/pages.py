@@ -20,9 +20,10 @@ at the peaks of the others. For language models it includes the loss that never 
 compiled layers; `budget:bitwise` does without these compiled layers. Others have plain's loss, unless their row says
 otherwise, and plain with our loss has a row of its own. `checkpoint_sequential` is torch's, without reentry, over the
 stages of the CNN; where it raises, our `segments:K` stands beside it, and so it does for transformers. `every n blocks`
-is that of transformers where the model has it. `torch.compile` compiles a whole language model with its loss under
-`activation_memory_budget`. It does not take part with CNNs: when tried once, on a busy CPU, ResNet-50 took 192 s to its
-first step and VGG16 34 s, and their gradients were 0.04 and 0.009 away from plain's. The cause is not known.
+is that of transformers where the model has it. `torch.compile` compiles GPT-2 and Llama whole, with their loss, under
+`activation_memory_budget`. It was not tried with models of images and text, and does not take part with CNNs: when
+tried once, on a busy CPU, ResNet-50 took 192 s to its first step and VGG16 34 s, and their gradients were 0.04 and
+0.009 away from plain's. The cause is not known. Gemma 3, SmolVLM and Qwen3-VL train whole, with their vision towers.
 
 Each point of the others meets the fastest of ours that needs no more memory (within {100 * SAME_MEMORY:g} % of plain's
 activation peak); nothing is interpolated. What differs by no more than the noise of the run is "as fast".
@@ -112,8 +113,13 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
+def _words_of(size: dict[str, Any]) -> str:
+    words = (f"{name} ({_words_of(one)})" if isinstance(one, dict) else f"{name} {one}" for name, one in size.items())
+    return ", ".join(words)
+
+
 def _title(model: dict[str, Any]) -> str:
-    size = ", ".join(f"{name} {value}" for name, value in model["size"].items())
+    size = _words_of(model["size"])
     machine = model["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     plain = model["rows"][0]

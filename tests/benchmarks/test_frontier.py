@@ -114,6 +114,23 @@ def test_copies_have_the_same_weights_and_modules_of_their_own(benchmark):
     assert not {id(module) for module in copy.modules()} & {id(module) for module in work.model.modules()}
 
 
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "qwen3_vl"])
+def test_models_of_images_and_text_see_their_images(benchmark, name):
+    size = benchmark.SIZES["cpu"][name]
+    text = size["text_config"] | {"vocab_size": 512, "num_hidden_layers": 1}
+    layers = "depth" if "depth" in size["vision_config"] else "num_hidden_layers"
+    vision = size["vision_config"] | {layers: 2, "deepstack_visual_indexes": [0]}
+    work = benchmark.build_work(name, size | {"text_config": text, "vision_config": vision}, CPU)
+    full, chunked = (work.loss_of(work.copy(kind)) for kind in ("full", "chunked"))
+    torch.testing.assert_close(chunked, full)
+    full.backward()
+    trained = [weight.grad for part, weight in work.model.named_parameters() if "patch_embed" in part]
+    assert trained
+    assert all(gradient.abs().sum() > 0 for gradient in trained)
+    work.batch["pixel_values"] = 2 * work.batch["pixel_values"]
+    assert work.loss_of(work.copy("full")) != full
+
+
 @pytest.mark.parametrize("fault", ["another factor", "not a number", "no gradient", "other bits"])
 def test_a_method_with_wrong_gradients_does_not_take_part(benchmark, make_bench, fault):
     bench = make_bench("vgg16")
