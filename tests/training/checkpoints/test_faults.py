@@ -12,7 +12,7 @@ def test_a_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(run_trial, tm
     words = {end["refused"] for end in outcome["ends"]}
     assert len(words) == 1
     assert words.pop().startswith(
-        f"--output_dir {tmp_path / 'trial'}: step-6 cannot be written or deleted, the disk is"
+        f"--output_dir {tmp_path / 'trial'}: step-6 cannot be written or deleted, no space left on device"
     )
     assert outcome["left"] == ["step-2", "step-4"]
     assert outcome["problems"] == []
