@@ -165,7 +165,7 @@ REFUSED = {
     "images of one size": (["--max_pixels", "100"], "--max_pixels 100: CLIPImageProcessor"),
     "no processor": (["--model_type", "gemma3"], "give --processor_name"),
     "two sources": (["--dataset", "digit-grids"], "exactly one of --dataset digit-grids"),
-    "too long": (["--block_size", "70"], "tokens, more than --block_size 70"),
+    "too long": (["--block_size", "9"], "--block_size 9 has no room for any of the train rows"),
     "an encoder": (
         ["--model_type", "vision-encoder-decoder", "--processor_name", "MODEL"],
         "has no token for an image",

@@ -102,6 +102,7 @@ def test_its_figures_are_those_of_memsave_plan(llama: str, tmp_path: Path) -> No
         assert {key: rung[key] for key in shared} == {key: candidate[key] for key in shared}
 
 
+@pytest.mark.slow  # tests/benchmarks/test_fit_page.py has a figure of compiled layers in `make test`
 @pytest.mark.compiles_ahead
 def test_layers_that_compile_in_the_run_compile_in_its_figures(
     llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
