@@ -30,7 +30,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -113,7 +113,7 @@ class Region:
         Newer versions of torch compile graphs that read values. These are refused, because their shapes are not known
         ahead, and they wait for the device as the eager layer does.
         """
-        if any(node.op == "call_method" and node.target in READ_VALUES for node in graph.graph.nodes):
+        if any(map(_reads_values, graph.graph.nodes)):
             raise InputError("it reads the values of a tensor")
         self._num_graphs += 1
         options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
@@ -121,6 +121,14 @@ class Region:
         inductor: Callable[..., Any] = lookup_backend("inductor")
         with functorch_config.patch(activation_memory_budget=self.ratio):
             return inductor(graph, inputs, config_patches=options)
+
+
+def _reads_values(node: Node) -> bool:
+    """Whether a node gives values of a tensor to Python. A number of a module may be in a tensor of torch's own."""
+    if node.op != "call_method" or node.target not in READ_VALUES:
+        return False
+    of_input = getattr(node.args[0], "meta", {}).get("grapharg")
+    return not getattr(of_input, "pass_arg_as_tensor", False)
 
 
 def _refusal(kind: type, reason: str) -> InputError:

@@ -87,6 +87,25 @@ def test_what_reads_values_stays_eager_where_torch_would_compile_it():
         assert torch.equal(region.run(Splits().forward, x, lengths), Splits()(x, lengths))
 
 
+class Scaled(torch.nn.Module):
+    """Layers with a number each, as Swin's rates of dropped paths: torch hands the third in a tensor of its own."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x.relu()
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_layers_with_other_numbers_compile_as_the_first():
+    region, x = Region(1.0, required=True), torch.ones(3, requires_grad=True)
+    for factor in (0.25, 0.5, 0.75, 2.0):
+        assert torch.equal(region.run(Scaled(factor).forward, x), factor * x)
+
+
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_a_layer_that_was_compiled_does_not_turn_eager():
     class Once(torch.nn.Module):
