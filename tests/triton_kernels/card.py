@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -153,6 +154,7 @@ class MachineCode:
     spilled_bytes: int
 
 
+@cache
 def compile_kernel(name: str, source: str, card: Card) -> MachineCode:
     """Compile a kernel that inductor wrote for ``card``, in its first configuration, down to machine code.
 

@@ -25,6 +25,7 @@ from memsave_recipes.core.costs.targets import find_target
 
 HOST = torch.device("cpu")
 CARD = torch.device("cuda", 0)
+NAME = "kernel"
 READS_ON_HOST = "memsave"
 """The namespace of operators that take the ends of documents, which stay on the host."""
 HEURISTICS = re.compile(r"^@triton_heuristics\.(\w+)\($", re.M)
@@ -46,9 +47,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton kernel, and how often its graph calls it."""
+    """A Triton kernel, and how often its graph calls it; ``source`` names it ``NAME``, as those of other graphs."""
 
-    name: str
     source: str
     calls: int
     traffic: Traffic
@@ -132,7 +132,7 @@ def _lowered(graph: GraphModule, inputs: Any, card: Card, settings: dict[str, An
         code = compile_fx_inner(graph, _put_on_card(graph, inputs), **settings).source_code
     body = code.partition("def call(")[2]
     kernels = [
-        Kernel(name, source, len(re.findall(rf"\b{name}\.run\(", body)), traffic[name])
+        Kernel(source.replace(name, NAME), len(re.findall(rf"\b{name}\.run\(", body)), traffic[name])
         for name, source in sources.items()
     ]
     return CompiledGraph(is_backward, kernels, len(LIBRARY_CALL.findall(body)), saved)

@@ -37,6 +37,8 @@ def flags_of(model: KnownModel, folder: Path) -> tuple[str, list[str]]:
     flags = [*subject.flags, "--global_batch_size", "221"]  # 13 x 17: NOTE [ what grows with tokens ]
     if subject.recipe in (LANGUAGE, TEXTS):
         flags += [f"--{subject.length_flag}", str(min(LENGTH, subject.length or LENGTH))]
+    if subject.recipe == LANGUAGE:
+        flags += ["--loss", "full"]  # in one piece: test_loss.py has the compiled one
     if subject.recipe == IMAGES and subject.image_size is not None:
         flags += ["--image_size", str(subject.image_size)]
     return subject.recipe, flags
