@@ -12,6 +12,9 @@ RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml rec
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Python compiles a module when it is first imported: of 21,000 a run needs 4,000.
+INSTALL := python -m pip install --quiet --no-compile
+
 # torch comes first and by its exact version: what needs torch must not choose another build of it.
 $(VENV)/.installed: CONSTRAINTS := constraints.txt
 $(OLDEST)/.installed: CONSTRAINTS := constraints-oldest.txt
@@ -21,15 +24,15 @@ $(VENV)/.installed: constraints.txt
 $(OLDEST)/.installed: constraints-oldest.txt
 $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
-	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	$(@D)/bin/$(INSTALL) $$(grep '^torch==' $(CONSTRAINTS))
+	$(@D)/bin/$(INSTALL) --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@
 
 # Without constraints: what a user gets today. `make clean` before it, if the environment is old. The last two are of
 # processors that take videos, too.
 $(NEWEST)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning]' \
+	$(@D)/bin/$(INSTALL) --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning]' \
 		torchvision num2words
 	touch $@
 

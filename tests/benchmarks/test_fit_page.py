@@ -132,9 +132,12 @@ OF_TODAY = [(name, size) for name, model in FIGURES["models"].items() for size i
 
 
 @pytest.mark.compiles_ahead
-@pytest.mark.parametrize("card", [pytest.param("l4", marks=pytest.mark.slow), "h100"])
-def test_a_figure_is_that_of_memsave_fit(page, known, card, tmp_path):
-    mine, its = recomputed(page, known["ViT-B/16"], "224", card, None, tmp_path)
+@pytest.mark.parametrize(
+    ("model", "card"),
+    [("VGG16", "h100"), *(pytest.param("ViT-B/16", card, marks=pytest.mark.slow) for card in ("l4", "h100"))],
+)
+def test_a_figure_is_that_of_memsave_fit(page, known, model, card, tmp_path):
+    mine, its = recomputed(page, known[model], "224", card, None, tmp_path)
     assert its == mine
 
 

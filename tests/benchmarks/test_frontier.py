@@ -41,7 +41,7 @@ def rows_of(results, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [pytest.param("vgg16", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.parametrize("model", ["vgg16", "gpt2"])
 def test_every_method_has_figures_or_a_reason(run, model):
     rows = rows_of(run[0], model)
     assert {"plain", "budget", "every block", "every n-th block", "selective"} <= {row["series"] for row in rows}
@@ -58,6 +58,7 @@ def test_every_method_has_figures_or_a_reason(run, model):
             assert len(row["seconds"]) == len(row["ratios"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["vgg16", "gpt2"])
 def test_ours_stays_below_its_budgets_and_reaches_from_the_smallest_to_plain(run, model):
     rows = rows_of(run[0], model)
@@ -68,6 +69,7 @@ def test_ours_stays_below_its_budgets_and_reaches_from_the_smallest_to_plain(run
     assert min(row["share"] for row in ours) <= min(row["share"] for row in rows if "share" in row) + 0.01
 
 
+@pytest.mark.slow
 def test_the_loss_without_logits_is_told_apart(run):
     rows = {row["method"]: row for row in rows_of(run[0], "gpt2")}
     assert rows["plain, chunked loss"]["share"] < 0.9
@@ -76,6 +78,7 @@ def test_the_loss_without_logits_is_told_apart(run):
     assert rows["every block, chunked loss"]["share"] < rows["every block"]["share"]
 
 
+@pytest.mark.slow
 def test_the_files_hold_the_run(run):
     results, folder = run
     assert json.loads((folder / "frontier-cpu.json").read_text()) == json.loads(json.dumps(results))
@@ -84,6 +87,7 @@ def test_the_files_hold_the_run(run):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.slow
 def test_the_page_has_a_row_for_each_method_and_a_verdict_for_each_model(run):
     results, folder = run
     page = (folder / "frontier-cpu.md").read_text()

@@ -1,6 +1,9 @@
 """The benchmark: every way trains the same model, and each plan runs its layers again."""
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.slow  # of layers that compile
 
 
 def test_every_way_makes_the_same_gradients(load):

@@ -76,6 +76,7 @@ def test_compiled_layers_move_less_than_eager_ones(counted):
     assert moved["none"] < moved["half"]
 
 
+@pytest.mark.slow
 @pytest.mark.compiles_ahead
 def test_a_compiled_step_is_that_of_memsave_plan(counted):
     mfu, work, rows = counted

@@ -79,6 +79,7 @@ def errors_pct(first, last, kind="eager"):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_prediction_is_too_low():
     assert [error for error in errors_pct(0, FAST) if not 0 <= error <= MOST_PCT] == []
 

@@ -94,6 +94,7 @@ def test_the_best_model_is_in_final_at_the_end(train, kill_after, tmp_path, caps
     assert again["eval"]["loss"] == pytest.approx(best["eval/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_best_model_in_shards(train_on_ranks, tmp_path):
     flags = [*IMAGES, *WORSE, "--save_best", "--shard", "full"]
     results, _ = train_on_ranks(2, *flags)

@@ -105,6 +105,7 @@ def test_models_of_images_and_text_train_on_devices_as_on_one_rank(model_type, o
     assert_the_same_training(tmp_path / "alone", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_weights_in_shards_over_two_devices_train_as_on_one_rank(on_devices, tmp_path):
     recipe = "language_modeling"
     options = {"folder": tmp_path / "shards", "common": flags_of(recipe), "environment": on_devices(2)}

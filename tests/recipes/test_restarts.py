@@ -26,7 +26,8 @@ def ranks_of(launcher):
     return [ranks["0"], ranks["1"]]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_and_the_bits_are_those_of_the_straight_run(straight, tmp_path, rank):
     """Rank 0 holds ``run.lock``. The command line does not say ``--resume``."""
     folder = tmp_path / "run"

@@ -99,6 +99,7 @@ def test_no_key(launch: Callable, check: Callable, wandb_server: Any) -> None:
     check(ended)
 
 
+@pytest.mark.slow
 def test_no_server(launch: Callable, check: Callable) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"

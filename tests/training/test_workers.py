@@ -31,7 +31,8 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python's default up to 3.13, and from 3.14 on
+# Python's default up to 3.13, and from 3.14 on
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "forkserver"])
 def test_workers_that_are_left_do_not_keep_a_process_from_its_end(method):
     done = subprocess.run([sys.executable, "-c", LEFT, method], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr

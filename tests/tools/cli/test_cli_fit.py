@@ -306,6 +306,7 @@ def test_image_models_are_offered_adapters(tmp_path: Path, config: dict, takes_a
         assert adapted["parts"]["optimizer state"] >= 2 * sum(one.nbytes for one in trained)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_image_models_names_no_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal([folder_of(VIT, tmp_path / "vit"), "--global_batch_size", "1", "--memory", "1MiB"], capsys)
     assert "does not fit" in line

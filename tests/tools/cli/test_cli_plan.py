@@ -365,7 +365,7 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (
-            [*SMALL, "--target", "a100", "--memory_budget_gib", "0.2"],
+            [*SMALL, "--target", "a100", "--micro_batch_size", "8", "--memory_budget_gib", "0.2"],
             "0.2 is too small for any plan",
         ),
         ([*SMALL, "--target", "abacus"], "--target abacus: no figures of such a device"),
@@ -455,7 +455,8 @@ def test_the_line_names_the_recipes_of_the_folder_one_stands_in(
 ) -> None:
     assert main(["recipes", "--copy", str(tmp_path)]) == 0
     monkeypatch.chdir(tmp_path)
-    words = ["plan", "language_modeling", *LANGUAGE[1:], "--target", "a100"]
+    words = ["plan", "language_modeling", *LANGUAGE[1:], "--target", "a100", "--micro_batch_size", "4"]
+    words += ["--activation_checkpointing", "full", "--loss", "full"]
     launched = flags_of(planned(words, tmp_path)["launch"])
     assert launched[3:5] == ["accelerate_configs/single_gpu.yaml", "recipes/language_modeling.py"]
     assert value(launched, "--train_file") == "FILE"

@@ -150,6 +150,7 @@ class TestRealLaunches:
         assert code == 0, output
         assert_gloo_world(launcher.folder, 1)
 
+    @pytest.mark.slow
     def test_num_processes_overrides_the_file_and_a_failure_keeps_its_exit_code(self, launcher: Launcher) -> None:
         arguments = ("--config_file", str(CONFIGS / "cpu_ddp.yaml"), "--num_processes", "3")
         code, output = launcher.run(*arguments, exit_code=3)
