@@ -65,9 +65,12 @@ def _check_flags(line: Line, folder: Path, told: str) -> None:
 def _is_same(typed: str | None, written: object) -> bool:
     if isinstance(written, bool):
         return typed is None or typed.lower() in (YES if written else NO)
+    if written is None:  # --save_best
+        return str(typed).lower() in NO
     if isinstance(written, list):
         return len(written) == 1 and _is_same(typed, written[0])
     if isinstance(written, int | float):
         return float(str(typed)) == written
     is_chosen = typed == "auto" or (written == "none" and typed in NO)  # by the run, or as --compile says it
-    return is_chosen or typed == written or (written == "stop" and (typed is None or typed.lower() in YES))  # --verify
+    is_meant = written in ("stop", "loss") and (typed is None or typed.lower() in YES)  # by --verify and --save_best
+    return is_chosen or is_meant or typed == written
