@@ -105,8 +105,13 @@ def end_of(process):
 
 
 def wait_for_checkpoint(process, folder):
+    wait_for(process, lambda: list((folder / "checkpoints").glob("step-*")))
+
+
+def wait_for(process, is_so):
+    """Until ``is_so()``; not for a process that has ended."""
     deadline = time.monotonic() + 120
-    while not list((folder / "checkpoints").glob("step-*")):
+    while not is_so():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -5,7 +5,7 @@ import socket
 
 import psutil
 import pytest
-from lives import assert_the_same_run, end_of, environment_of, launch, wait_for_checkpoint
+from lives import assert_the_same_run, end_of, environment_of, launch, wait_for, wait_for_checkpoint
 
 RECIPE = "image_classification"
 SAVES = ("--save_every", "1")
@@ -77,18 +77,18 @@ def test_two_launchers_stand_for_two_machines(straight, tmp_path):
     several = ["--num_machines", 2, "--num_cpu_threads_per_process", 1, "--rdzv_backend", "c10d", "--max_restarts", 2]
     several += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     environment = environment_of(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    first, second = (
-        launch(
-            RECIPE,
-            "cpu_ddp",
-            *SAVES,
-            "--resume",
-            folder=folder,
-            of_launch=[*several, "--machine_rank", machine],
-            environment=environment,
-        )
-        for machine in (0, 1)
-    )
+
+    def launch_on(machine):
+        flags = {"folder": folder, "of_launch": [*several, "--machine_rank", machine], "environment": environment}
+        return launch(RECIPE, "cpu_ddp", *SAVES, "--resume", **flags)
+
+    def is_taken():
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    first = launch_on(0)
+    wait_for(first, is_taken)  # or the second may take it, as both are one machine, and Accelerate ends the first
+    second = launch_on(1)
     wait_for_checkpoint(first, folder)
     psutil.Process(second.pid).children()[0].kill()
     (code, output), (code_of_second, output_of_second) = end_of(first), end_of(second)
