@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FAST, SLOW, AT_ONCE = 2, 200, 22
+EAGER, AT_ONCE = 200, 20
 COMPILED, COMPILED_AT_ONCE = 20, 4  # half a minute each
 MOST_PCT = 15  # too high: small models in bfloat16 under recomputation
 KNOWN = {"predicted_bytes": 101, "real_bytes": 100}
@@ -80,13 +80,8 @@ def errors_pct(first, last, kind="eager"):
 
 
 @pytest.mark.slow
-def test_no_prediction_is_too_low():
-    assert [error for error in errors_pct(0, FAST) if not 0 <= error <= MOST_PCT] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(FAST, SLOW, AT_ONCE))
-def test_no_prediction_is_too_low_in_more_cases(first):
+@pytest.mark.parametrize("first", range(0, EAGER, AT_ONCE))
+def test_no_prediction_is_too_low(first):
     assert [error for error in errors_pct(first, first + AT_ONCE) if not 0 <= error <= MOST_PCT] == []
 
 

@@ -21,6 +21,8 @@ from torch._subclasses import FakeTensorMode
 
 FIRST_TORCH = "2.14"
 THREADS_OF_A_WARP = 32
+NAME = "kernel"
+"""Of each kernel, so that those of several graphs are compiled once where they are equal."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ class MachineCode:
 
 
 @cache
-def compile_kernel(name: str, source: str, card: Card) -> MachineCode:
-    """Compile a kernel that inductor wrote for ``card``, in its first configuration, down to machine code.
+def compile_kernel(source: str, card: Card) -> MachineCode:
+    """Compile a kernel ``NAME`` that inductor wrote for ``card``, in its first configuration, down to machine code.
 
     The first is what runs where nothing is tuned; the others have other blocks.
 
@@ -170,10 +172,10 @@ def compile_kernel(name: str, source: str, card: Card) -> MachineCode:
     with absent_card(card), TemporaryDirectory() as folder:
         path = Path(folder, "kernel.py")
         path.write_text(source, encoding="utf-8")
-        spec = spec_from_file_location(name, path)
+        spec = spec_from_file_location(NAME, path)
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
-        tuner = getattr(module, name)
+        tuner = getattr(module, NAME)
         configuration = tuner.configs[0]
         constants = {**tuner.triton_meta["constants"], **configuration.kwargs}
         signature = {**tuner.triton_meta["signature"], **dict.fromkeys(constants, "constexpr")}

@@ -18,14 +18,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from triton_kernels.card import Card, absent_card
+from triton_kernels.card import NAME, Card, absent_card
 
 from memsave_recipes.core.costs.estimate import cuda_kernels
 from memsave_recipes.core.costs.targets import find_target
 
 HOST = torch.device("cpu")
 CARD = torch.device("cuda", 0)
-NAME = "kernel"
 READS_ON_HOST = "memsave"
 """The namespace of operators that take the ends of documents, which stay on the host."""
 HEURISTICS = re.compile(r"^@triton_heuristics\.(\w+)\($", re.M)
@@ -47,7 +46,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton kernel, and how often its graph calls it; ``source`` names it ``NAME``, as those of other graphs."""
+    """A Triton kernel, and how often its graph calls it; its source calls it ``NAME``."""
 
     source: str
     calls: int

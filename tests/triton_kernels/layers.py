@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from triton_kernels.card import CARDS, Card, compile_kernel
-from triton_kernels.graphs import NAME, CompiledGraph, Kernel, compiling_for
+from triton_kernels.graphs import CompiledGraph, Kernel, compiling_for
 
 from memsave_recipes.core.activations import find_stacks
 from memsave_recipes.core.activations.block_state import is_cache
@@ -193,7 +193,7 @@ def machine_code(graphs: Sequence[CompiledGraph]) -> Row:
 
 
 def _code_of(kernels: Sequence[Kernel], card: Card) -> Row:
-    codes = [compile_kernel(NAME, kernel.source, card) for kernel in kernels]
+    codes = [compile_kernel(kernel.source, card) for kernel in kernels]
     return {
         "registers": max(code.registers for code in codes),
         "spilled_bytes": sum(code.spilled_bytes for code in codes),
