@@ -26,6 +26,7 @@ def run(benchmark, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_every_way_has_figures_or_a_reason(benchmark, run):
     rows, path = run(benchmark.WAYS, "--precisions", "float32")
     assert list(rows) == list(benchmark.WAYS)

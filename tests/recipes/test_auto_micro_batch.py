@@ -59,10 +59,6 @@ MISTAKES = {
     **({"no budget on a CPU": (AUTO, "--micro_batch_size auto needs --memory_budget_gib on a CPU")} if IS_CPU else {}),
     "not a size": (["--micro_batch_size", "some"], "--micro_batch_size some: must be a whole number"),
     "zero": (["--micro_batch_size", "0"], "--micro_batch_size 0: must be"),
-    "too small": (
-        [*AUTO, "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.0001"],
-        "the smallest that works is",
-    ),
     "blocks of its own": (
         [
             "--model",
@@ -104,7 +100,7 @@ def test_an_impossible_budget_names_what_would_help_and_the_figure_works(train, 
     assert with_context(found["memory"]["peak_allocated_gib"]) <= float(smallest) + 0.0001
 
 
-@pytest.mark.parametrize(("load", "is_said"), [(1.5, False), (1.6, True)])
+@pytest.mark.parametrize(("load", "is_said"), sample([(1.6, True)], [(1.5, False), (1.6, True)]))
 def test_a_busy_machine_is_named_before_times_decide(train, capsys, monkeypatch, load, is_said):
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "getloadavg", lambda: (load * cores, 0.0, 0.0))

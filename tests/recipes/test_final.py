@@ -11,6 +11,7 @@ from lives import write_rows
 from peft import AutoPeftModelForCausalLM, PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from samples import sample
 from transformers import (
     AutoModelForImageClassification,
     GPT2Tokenizer,
@@ -298,7 +299,12 @@ FROM_SCRATCH = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "flags"), FROM_SCRATCH.values(), ids=FROM_SCRATCH, indirect=["recipe"])
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    sample([FROM_SCRATCH[name] for name in ("gpt2", "vit")], FROM_SCRATCH.values()),
+    ids=FROM_SCRATCH,
+    indirect=["recipe"],
+)
 def test_adapters_of_a_model_from_scratch_keep_it(recipe, flags, train, labelled, text_file, tmp_path):
     """The same figures under another seed; they train further, and may be moved."""
     data = {

@@ -13,7 +13,7 @@ from fuzzing.property import end_of
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-FEW = (0, 12)  # a seed and how many lines
+FEW = (0, 6)  # a seed and how many lines
 MANY = pytest.param(1, 100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 

@@ -72,7 +72,9 @@ def test_a_resumed_run_has_the_same_bits(train, kill_after, tmp_path, model, fla
     assert {one.dtype for one in final.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("flags", [[], ["--shard", "full"]], ids=["whole", "in shards"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], marks=pytest.mark.slow), ["--shard", "full"]], ids=["whole", "in shards"]
+)
 @pytest.mark.parametrize("model", ["gpt2"])
 def test_two_ranks_train_as_one(train, train_on_ranks, tmp_path, model, flags):
     """Both save bfloat16 weights, and each resumes from the other's masters."""

@@ -36,7 +36,7 @@ CASES = [
     for layout in LAYOUTS
     if option not in LEFT_OUT.get(model, ())
 ]
-FEW = [("vgg", "average", "whole"), ("bert", "head", "whole")]
+FEW = [("bert", "head", "whole")]
 
 
 @pytest.fixture

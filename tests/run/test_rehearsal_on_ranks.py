@@ -211,7 +211,9 @@ def test_where_not_even_one_sample_fits_all_ranks_refuse_in_one_line(run_on_rank
     assert all("the smallest that works is" in result["refused"] for result in too_small)
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy", "size"), [(2, "none", 8), (1, "budget:bitwise", 16)])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "size"), sample([(2, "none", 8)], [(2, "none", 8), (1, "budget:bitwise", 16)])
+)
 def test_one_rank_that_cannot_measure_makes_all_plan_on_paper(run_on_ranks, num_ranks, strategy, size):
     measured = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy), num_ranks)
     on_paper = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy, measures=False), num_ranks)

@@ -32,9 +32,7 @@ ENDS_BYTES = 8 * ENDS_IN_A_GRAPH  # where documents end: on the host, which here
 SHAPES = list(product(KINDS, (2, 4, 8), ROWS, ("none", "full", "selective", "full_tiled:32"), ("full", "chunked")))
 FEW = [
     ("llama", 2, "two rows", "none", "full"),
-    ("llama", 8, "one row", "full", "chunked"),
     ("mistral", 4, "documents", "selective", "full"),
-    ("gpt2", 2, "one row", "full_tiled:32", "chunked"),
 ]
 
 

@@ -283,6 +283,7 @@ def test_gradients_are_reduced_once_a_step_where_that_fits_and_is_faster(run_on_
         assert one["gradients"] == 0
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_for_every_micro_batch_where_whole_ones_do_not_fit(run_on_ranks, by_size):
     flags = {"strategy": "none", "size": "auto", "once": 0.5}
     budget = (by_size["none"][1] + min(by_size["once"][1], by_size["none"][2])) // 2

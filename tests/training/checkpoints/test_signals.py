@@ -9,7 +9,7 @@ from trials.run import Run
 from trials.signalling import ALL, GROUP, ONE, signal_trials
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-FEW = [(TERM, ONE, 2), (INT, ALL, 0), (INT, GROUP, 2)]
+FEW = [(TERM, ONE, 2), (INT, GROUP, 2)]
 ONCE, OFTEN = range(1), pytest.param(range(1, 6), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
