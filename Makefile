@@ -93,7 +93,8 @@ test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest 
 
 # Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md, "Which tests".
 ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
-OF_DEVICES := tests/core/test_losses.py tests/models/test_varlen.py tests/core/planner/test_on_a_device.py \
+OF_DEVICES := tests/core/test_losses.py tests/core/planner/test_on_a_device.py \
+	$(patsubst %,tests/models/test_%.py,flash_attention_3 varlen) \
 	tests/core/activations/test_offload.py::test_on_an_accelerator tests/core/activations/test_tiles.py::test_on_a_gpu \
 	$(patsubst %,tests/core/activations/test_compiled_%.py,documents loss) \
 	$(patsubst %,tests/core/host/test_host_%.py,state step step_loops) \

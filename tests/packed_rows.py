@@ -33,7 +33,7 @@ def causal_model(model_type, *, dropout=0.0, dtype=torch.float64, **changes):
     shape = {**SHAPE, **MODELS.get(model_type, {}), **changes}
     tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = AutoConfig.for_model(model_type, **shape, **tokens)
-    for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"):
+    for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "summary_first_dropout", "attention_dropout"):
         if hasattr(config, name):
             setattr(config, name, dropout)
     return AutoModelForCausalLM.from_config(config).to(dtype).train()
@@ -49,6 +49,12 @@ def packed(lengths=LENGTHS, vocab_size=64):
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     tokens = torch.randint(vocab_size, positions.shape, generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "document_lengths": lengths}
+
+
+def on_cuda(model):
+    """The model and packed rows for it, there."""
+    batch = packed().items()
+    return model.cuda(), {name: part.cuda() if isinstance(part, torch.Tensor) else part for name, part in batch}
 
 
 def random_documents(draw, num_rows=2, num_tokens=32):
@@ -84,6 +90,29 @@ def varlen_on_cpu():
         library.impl("_flash_attention_backward", _gradients, "CPU")
         with patch.object(packed_attention, "_has_varlen", lambda query, key, value, dropout: not dropout):
             yield calls
+
+
+def flash_3_by_definition(calls):
+    """The forward and the backward of FlashAttention-3, as torch calls them; ``calls`` counts these."""
+
+    def forward(query, key, value, *others):
+        bounds, longest, scale, left, right = (others[at] for at in (4, 9, 20, 22, 23))
+        calls["forward"] += 1
+        options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+        output, sums, *_ = _attended(
+            query, key, value, bounds, bounds, longest, longest, 0.0, left == -1, False, **options
+        )
+        return output, sums, None, None
+
+    def backward(gradient, query, key, value, output, sums, *others):
+        bounds, scale, left, right = (others[at] for at in (3, 9, 11, 12))
+        calls["backward"] += 1
+        options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+        found = _gradients(gradient, query, key, value, output, sums, bounds, **options)
+        for target, made in zip(others[:3], found, strict=True):
+            target.copy_(made)
+
+    return forward, backward
 
 
 def _attended(query, key, value, bounds, _, longest, *others, **options):
@@ -125,7 +154,7 @@ def _weighted(query, key, value, bounds, *, window_size_left, window_size_right,
         q, k, v = (states[start:stop] for states in (query, key, value))
         k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
         q, k, v = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
-        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        seen = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device).tril()
         seen = seen if window_size_left < 0 else seen.triu(-window_size_left)
         scores = (scale or query.shape[-1] ** -0.5) * torch.einsum("qhd,khd->hqk", q, k)
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -1,7 +1,7 @@
 """The first twelve minutes on a device: what the README's launch, its plans and a Llama of 1B take a step.
 
 Each run has a limit, and the limits add up to ``MINUTES``. What the runs read before they train is made by ``prepare``,
-on a machine that needs no device. FA3 has no run, as no attention of the recipes calls it.
+on a machine that needs no device.
 
 NOTE [ kernels are not prepared ]
 1. Torch's key of a compiled graph has the device's name, and torch loads the kernels before it stores the graph. So it
@@ -21,7 +21,7 @@ from typing import Any
 from harness import ROOT
 
 from gpu_day import judges
-from gpu_day.claims import SHEET, TRITON, Claim, Command, Step
+from gpu_day.claims import FLASH_3, SHEET, TRITON, Claim, Command, Step
 from gpu_day.machine import TEXT, Size
 from gpu_day.plain_gpt2 import PEERS
 from memsave_recipes.data.text.rows import load_rows
@@ -74,8 +74,13 @@ def first_minutes(size: Size) -> Step:
 
 
 def next_minutes(size: Size) -> Step:
-    """What the first minutes have no time for: half of what layers save, and an odd vocabulary beside a padded one."""
+    """What the first minutes have no time for: half of what layers save, an odd vocabulary beside a padded one, and
+    torch's own flash attention, where the other runs have another.
+    """
     claims = [_compiled(size, "0.5")]
+    flags = f"{size.gpt2_micro} --activation_checkpointing compiled:1 --loss full --fused_ops none"
+    torchs = _figure("compiled:1, torch's flash attention", _gpt2(size, "flash", flags), NEEDS | {FLASH_3})
+    claims.append(torchs)
     for words in size.vocabularies:
         flags = f"{size.gpt2_micro} --activation_checkpointing compiled:1 --config_overrides vocab_size={words}"
         claims.append(_figure(f"{words:,} words", _gpt2(size, f"words-{words}", flags), NEEDS))

@@ -11,6 +11,7 @@ import torch
 from gpu_day.claims import (
     BITSANDBYTES,
     CUDA,
+    FLASH_3,
     LIGER,
     NCCL,
     OWN_MEMORY,
@@ -37,8 +38,14 @@ LLAMA_1B = (
 )
 FEW_STEPS = "--max_steps 12 --logging_steps 4"
 ROWS = "--block_size {} --global_batch_size {} --micro_batch_size {}"
-PACKAGES = {TRITON: "triton", LIGER: "liger_kernel", BITSANDBYTES: "bitsandbytes", TRL: "trl"}
-ON_GPUS_ALONE = {TRITON, LIGER, BITSANDBYTES}
+PACKAGES = {
+    TRITON: "triton",
+    LIGER: "liger_kernel",
+    BITSANDBYTES: "bitsandbytes",
+    FLASH_3: "flash_attn_interface",
+    TRL: "trl",
+}
+ON_GPUS_ALONE = {TRITON, LIGER, BITSANDBYTES, FLASH_3}
 
 
 def kind_of_machine(*, is_tiny: bool) -> str:

@@ -1,18 +1,21 @@
 """The causal language model of a recipe: its flags, how it is built, and how it attends to packed rows."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsave_recipes.core.losses import WORDS, default_chunk_bytes
 from memsave_recipes.core.step.settings import REGIONS
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, read_loss
 from memsave_recipes.models.flags import RULES, Rules
-from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
+from memsave_recipes.models.packed_attention import PackedAttention, drops, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.models.sequence_parallel import SequenceGroup
 
@@ -77,10 +80,11 @@ def settle_language_model(
         end_of_turn: a token; ``None`` without conversations.
 
     Returns:
-        A line on the attention.
+        Lines on the attention.
     """
     stop_at(model, end_of_turn)
-    return (attend(model, args, SequenceGroup.of(args.sequence_parallel, timeout)),)
+    line = attend(model, args, SequenceGroup.of(args.sequence_parallel, timeout))
+    return line, take_flash_attention_3(model) if args.fused_ops == "auto" else None
 
 
 def with_loss(model: PreTrainedModel, loss: str | None, device: torch.device, *, flag: LossKind) -> CausalLMLoss:
@@ -96,6 +100,22 @@ def attend(model: PreTrainedModel, args: Any, group: SequenceGroup | None = None
     if not args.packing or args.one_row:
         return None
     return set_packed_attention(model, args.packed_attention, compiles=_compiles(model, args))[1]
+
+
+def take_flash_attention_3(model: PreTrainedModel) -> str | None:
+    """Let FlashAttention-3 be the flash attention of torch in this process, if ``model`` may; return a line on it.
+
+    It may on a GPU of the Hopper family, where the package is installed, without dropout, which these kernels lack.
+    Shah et al. 2024, https://arxiv.org/abs/2407.08608, by ``torch.nn.attention.activate_flash_attention_impl``.
+    """
+    device = next(model.parameters()).device
+    is_hopper = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+    if not is_hopper or find_spec("flash_attn_interface") is None or drops(model):
+        return None
+    with warnings.catch_warnings():  # that it takes the place of another
+        warnings.simplefilter("ignore")
+        activate_flash_attention_impl("FA3")
+    return "flash attention: FlashAttention-3; --fused_ops none leaves torch's own"
 
 
 def _compiles(model: PreTrainedModel, args: Any) -> bool:

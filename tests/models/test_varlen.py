@@ -4,7 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_rows import LENGTHS, NAMES, by_document, causal_model, gradients, gradients_of, packed, varlen_on_cpu
+from packed_rows import (
+    LENGTHS,
+    NAMES,
+    by_document,
+    causal_model,
+    gradients,
+    gradients_of,
+    on_cuda,
+    packed,
+    varlen_on_cpu,
+)
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,11 +226,6 @@ def test_an_estimate_keeps_no_bounds_and_takes_none_of_a_run(calls):
 
 
 # On a GPU
-
-
-def on_cuda(model, lengths=LENGTHS):
-    batch = packed(lengths)
-    return model.cuda(), {name: part.cuda() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
 
 
 @needs_kernel

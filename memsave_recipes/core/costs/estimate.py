@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -56,6 +56,7 @@ HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
 MASK_ALIGNMENT = 16  # elements of a row of a mask
 FLASH_BLOCK = 128  # rows that the backward of flash attention rounds up to
+FLASH_3_HEADS = (64, 96, 128, 192, 256)  # sizes of heads that FlashAttention-3 rounds up to
 
 
 def fake_model(build: Callable[[], M]) -> M:
@@ -339,14 +340,17 @@ def cuda_kernels(target: Target) -> Iterator[None]:
 def cuda_workspace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
     """Return the workspace of fused attention's backward, by flash_api.cpp and attention_backward.cu, and its results.
 
+    Of FlashAttention-3 by hopper/flash_api.cpp, where this process has taken it.
+
     ``None`` for other operators.
     """
+    flash_bytes = _flash_3_backward_bytes if current_flash_attention_impl() == "FA3" else _flash_backward_bytes
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         batch, _, length, _ = args[1].shape
-        return KernelRun(_flash_backward_bytes(args[1], args[2], rows=batch * rounded_up(length, FLASH_BLOCK)), ())
+        return KernelRun(flash_bytes(args[1], args[2], rows=batch * rounded_up(length, FLASH_BLOCK)), ())
     if func is aten._flash_attention_backward.default:
         tokens, documents = len(args[1]), len(args[6]) - 1
-        return KernelRun(_flash_backward_bytes(args[1], args[2], rows=tokens + FLASH_BLOCK * documents), ())
+        return KernelRun(flash_bytes(args[1], args[2], rows=tokens + FLASH_BLOCK * documents), ())
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
         return KernelRun(_efficient_backward_bytes(*args[1:4]), ())
     return None
@@ -365,6 +369,14 @@ def _flash_backward_bytes(query: Tensor, key: Tensor, rows: int) -> int:
     in_float32 = 4 * heads * rows * (padded + 1)
     of_every_head = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
     return query.nbytes + 2 * key.nbytes + in_float32 + of_every_head
+
+
+def _flash_3_backward_bytes(query: Tensor, key: Tensor, rows: int) -> int:
+    """Add up as ``_flash_backward_bytes``: two float32 a row, and where heads share keys, sums for each of them."""
+    heads, of_keys = query.shape[1], key.shape[1]
+    padded = next(size for size in FLASH_3_HEADS if size >= query.shape[-1])
+    sums = heads * (padded + 2) + (2 * of_keys * padded if of_keys != heads else 0)
+    return query.nbytes + 2 * key.nbytes + 4 * rows * sums
 
 
 def _efficient_backward_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:

@@ -68,6 +68,7 @@ WHY_NOT_BIT_EXACT = {
     "accelerate": ANOTHER_VERSION,
     "transformers": ANOTHER_VERSION,
     "memsave-recipes": ANOTHER_VERSION,
+    "flash-attn-3": "another kernel of attention rounds in another way",
     "device": "another device rounds in another way",
     "processor": "another processor, or other instructions of it, round in another way",
     "num_threads": "a sum is cut up among the threads",

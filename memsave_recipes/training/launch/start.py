@@ -411,7 +411,7 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 INSTRUCTION_LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """The variables that keep the libraries of torch from an instruction set; torch's own shows in its capability."""
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "memsave-recipes")
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "flash-attn-3", "memsave-recipes")
 
 
 def installed_versions() -> dict[str, str]:
