@@ -79,9 +79,8 @@ STRATEGIES = ("none", "selective", "offload", "full_offload")
 STREAMED = ("--lora", "--dtype", "bfloat16", "--stream_weights", "host")
 
 
-@pytest.mark.parametrize(
-    "flags", [pytest.param((), id="whole"), pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [pytest.param((), id="whole"), pytest.param(STREAMED, id="streamed")])
 @pytest.mark.timeout(900)
 def test_estimates_that_cards_share_are_those_of_each(page, known, tmp_path, flags):
     word = replace(known["Llama 3.1 8B"], word="someone/small", config=LLAMA).write(tmp_path)

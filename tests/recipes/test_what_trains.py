@@ -80,7 +80,8 @@ def test_final_is_the_average_of_what_trained(train, tmp_path, monkeypatch, mode
     assert sum(average[name].numel() for name in {*saved} - {*live}) >= trained
 
 
-@pytest.mark.parametrize(("model", "part"), sample([("vit", "lora")], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "part"), CASES)
 def test_two_ranks_in_shards_train_and_save_what_one_does(train, train_on_ranks, tmp_path, model, part):
     flags = flags_of(model, part, *AVERAGED, "--dtype", "float64", "--max_steps", "4", "--logging_steps", "1")
     one = train(*flags, output="one")

@@ -62,9 +62,10 @@ MANY = [
     ("vit", 4, "2", {}),
     ("resnet", 2, "full", {}),
 ]
-CASES_OF_ONCE = [("llama", 2, "full", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
+CASES_OF_ONCE = [("llama", 2, "full", {}), *MANY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_ranks", "flag", "options"), CASES_OF_ONCE)
 def test_gradients_that_are_reduced_once_a_step(run_on_ranks, kind, num_ranks, flag, options):
     """Shares of 5 and 5, or of 3, 3, 2 and 2 samples in micro-batches of 2: the last ones are padded."""

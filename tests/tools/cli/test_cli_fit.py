@@ -279,9 +279,10 @@ MOBILENET = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "takes_adapters"),
-    [(VIT, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((RESNET, True), (MOBILENET, False)))],
+    [(VIT, True), (RESNET, True), (MOBILENET, False)],
     ids=["linear layers", "convolutions", "none that peft adapts"],
 )
 def test_image_models_are_offered_adapters(tmp_path: Path, config: dict, takes_adapters: bool) -> None:
@@ -313,6 +314,7 @@ def test_what_does_not_fit_image_models_names_no_4_bits(tmp_path: Path, capsys: 
     assert "--load_in_4bit" not in line
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
     line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)

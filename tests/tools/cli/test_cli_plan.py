@@ -468,6 +468,7 @@ def test_the_line_names_the_recipes_of_the_folder_one_stands_in(
     assert "--train_file" not in named["launch"]
 
 
+@pytest.mark.slow
 def test_sizes_that_leave_a_micro_batch_of_one_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 9 images 2 x 5 and 8 + 1 leave one, and BatchNorm trains no pixel alone."""
     dense = [IMAGES, "--model", "densenet_small", "--image_size", "16", "--global_batch_size", "9", "--target", "a100"]
