@@ -60,7 +60,7 @@ export PYTHONDONTWRITEBYTECODE :=  # else each process that a test launches comp
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --dist worksteal
 
-test: install  ## the tests (half an hour on 2 cores)
+test: install  ## the tests (20 minutes on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 500 command lines, launchers

@@ -55,6 +55,7 @@ def test_a_model_with_dropout_keeps_torchs(package, monkeypatch):
 
 
 def test_so_does_a_machine_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
     assert take_flash_attention_3(on_a((9, 0), monkeypatch)) is None
 
 
