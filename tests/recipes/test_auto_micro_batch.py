@@ -81,6 +81,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(refuse, mistake):
     assert expected in refuse(*([] if "--model" in flags else FLAGS), *flags)
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_what_would_help_and_the_figure_works(train, refuse):
     tight = [
         *FLAGS,

@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 from image_text_models import TOKENS, rows_with_images, save
 from lives import FLAGS, LENGTH, ROOT, end_of, launch, loaded, rows_of, wait_for_checkpoint
 from safetensors.torch import load_file
-from samples import sample
 
 SIZES = "hidden_size=32,{0}.intermediate_size=64,{0}.num_hidden_layers=2,{0}.num_attention_heads=2"
 TINY_LLAVA = ",".join(f"{part}.{SIZES.format(part)}" for part in ("text_config", "vision_config"))
@@ -68,7 +67,8 @@ def assert_the_same_training(folder, expected):
         torch.testing.assert_close(weight, others[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("recipe", sample(["language_modeling"], FLAGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", FLAGS)
 def test_a_run_on_two_devices_that_is_killed_is_that_of_one_rank(recipe, on_devices, tmp_path):
     train_killed_on_two(recipe, flags_of(recipe), on_devices, tmp_path)
     assert_the_same_training(tmp_path / "two", tmp_path / "one")
