@@ -108,7 +108,7 @@ IMPORTED = frozenset(
         "torch.optim._muon._zeropower_via_newtonschulz",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch.utils._pytree.TreeSpec",
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_iter",

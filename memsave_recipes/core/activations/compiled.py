@@ -32,7 +32,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memsave_recipes.core.activations.block_state import is_cache, replaced
@@ -78,8 +78,8 @@ class Region:
 
     @staticmethod
     def is_observed() -> bool:
-        """Whether somebody looks at each operator, of which a compiled layer has none."""
-        return is_in_torch_dispatch_mode(include_infra_modes=False)
+        """Whether somebody looks at each operator in this thread; a compiled layer has none."""
+        return any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``method(*args, **kwargs)``, compiled.

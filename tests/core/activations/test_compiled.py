@@ -1,12 +1,15 @@
 """Compiled layers: the plain gradients within rounding, one graph for all layers, and the ratio that was asked for."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from threading import Barrier
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.core.activations import apply_plan, plan_blocks
@@ -97,6 +100,21 @@ def test_the_ratio_is_in_force_in_every_plan_of_a_process():
     assert torch._functorch.config.activation_memory_budget == 1
     assert torch._dynamo.config.recompile_limit == 8
     assert torch._dynamo.config.optimize_ddp is True
+
+
+def test_only_a_mode_of_the_same_thread_observes_a_layer():
+    """torch's flag for modes is of the process, and stays set where those of two threads cross."""
+
+    def two_enter_and_leave(_):
+        with FlopCounterMode(display=False):
+            meet.wait()
+        return Region.is_observed()
+
+    meet = Barrier(2)
+    with ThreadPoolExecutor(2) as threads, FlopCounterMode(display=False):
+        assert list(threads.map(two_enter_and_leave, range(2))) == [False, False]
+        assert Region.is_observed()
+    assert not Region.is_observed()
 
 
 def test_two_plans_at_once_keep_their_ratios():
