@@ -32,7 +32,7 @@ $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 # processors that take videos, too.
 $(NEWEST)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/$(INSTALL) --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning]' \
+	$(@D)/bin/$(INSTALL) --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning,fp8]' \
 		torchvision num2words
 	touch $@
 
@@ -84,7 +84,7 @@ OF_VERSIONS := tests/core/activations tests/core/costs tests/core/test_losses.py
 	tests/models tests/integrations/test_trainer.py tests/training/exact/test_global_batchnorm.py \
 	tests/training/test_optimizers.py tests/recipes/test_verify.py tests/test_private_names.py
 TRAININGS := tests/integrations tests/core/planner/test_ahead.py tests/tools/cli/test_cli_fit.py \
-	tests/run/test_errors_page.py tests/run/test_wandb_online.py tests/triton_kernels \
+	tests/run/test_errors_page.py tests/run/test_wandb_online.py tests/training/launch/test_fp8.py tests/triton_kernels \
 	$(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
 
 test-oldest: BIN := $(OLDEST)/bin

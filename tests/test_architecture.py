@@ -24,7 +24,7 @@ OUTSIDE = {
     "data": {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     "integrations": {"torch", "transformers", "lightning"},
     "training": {
-        "bitsandbytes",
+        *("bitsandbytes", "torchao"),
         *("torch", "accelerate", "transformers", "yaml", "psutil", "datasets", "evaluate", "scipy", "sklearn"),
         *("huggingface_hub", "safetensors", "filelock"),
     },
@@ -43,6 +43,7 @@ ONLY_IN = {
     "lightning": ("integrations/lightning_callback.py",),
     "wandb": ("run/trackers.py", "tools/wandb_workspace.py"),
     "wandb_workspaces": ("tools/wandb_workspace.py",),
+    "torchao": ("training/launch/start.py",),
     "trackio": ("run/trackers.py",),
     "matplotlib": ("tools/pages/plot.py",),
     "jinja2": ("tools/pages/page.py", "run/report.py"),

@@ -506,6 +506,7 @@ FIGURES = {
         "in files of at most 5 GB": SAVED_IN_SHARDS,
     },
     "docs/techniques.md": {
+        "at least 2,048 inputs and outputs": Asserted("tests/training/launch/test_fp8.py"),
         **dict(way_for_8b(way) for way in results("full_fine_tuning.json")["models"]["8B"]),
         "the inputs of attention and MLP, 2 KiB a token here": Stated("arithmetic: hidden 512 in float32"),
         "at 95 % of the memory of cards of 24 to 80 GiB": Stated("a setting, and sizes of cards"),

@@ -10,7 +10,7 @@ HOLDS, FAILS, FIGURE, SKIPPED = VERDICTS = "holds", "fails", "figure", "skipped"
 
 CUDA, TWO_DEVICES, NCCL, WAIT_WARNINGS = "a CUDA device", "two devices", "NCCL itself", "a device that warns of waits"
 TRITON, LIGER, BITSANDBYTES, TRL = "Triton", "Liger's kernels", "bitsandbytes' CUDA library", "TRL"
-FLASH_3 = "FlashAttention-3"
+FLASH_3, FLOAT8 = "FlashAttention-3", "torchao"
 SHEET, OWN_MEMORY = "a data sheet of its device", "a device with memory of its own"
 """What a machine may lack."""
 

@@ -21,7 +21,7 @@ from typing import Any
 from harness import ROOT
 
 from gpu_day import judges
-from gpu_day.claims import FLASH_3, SHEET, TRITON, Claim, Command, Step
+from gpu_day.claims import FLASH_3, FLOAT8, SHEET, TRITON, Claim, Command, Step
 from gpu_day.machine import TEXT, Size
 from gpu_day.plain_gpt2 import PEERS
 from memsave_recipes.data.text.rows import load_rows
@@ -74,13 +74,15 @@ def first_minutes(size: Size) -> Step:
 
 
 def next_minutes(size: Size) -> Step:
-    """What the first minutes have no time for: half of what layers save, an odd vocabulary beside a padded one, and
-    torch's own flash attention, where the other runs have another.
+    """What the first minutes have no time for: half of what layers save, an odd vocabulary beside a padded one, torch's
+    own flash attention, where the other runs have another, and float8.
     """
     claims = [_compiled(size, "0.5")]
     flags = f"{size.gpt2_micro} --activation_checkpointing compiled:1 --loss full --fused_ops none"
     torchs = _figure("compiled:1, torch's flash attention", _gpt2(size, "flash", flags), NEEDS | {FLASH_3})
-    claims.append(torchs)
+    words = f"{TEXT} {size.llama_1b} --activation_checkpointing compiled:1"
+    in_8_bits = _within(65, size, size.command("first-llama-fp8", words, precision="fp8"))
+    claims += [torchs, _figure("Llama, float8", in_8_bits, NEEDS | {FLOAT8})]
     for words in size.vocabularies:
         flags = f"{size.gpt2_micro} --activation_checkpointing compiled:1 --config_overrides vocab_size={words}"
         claims.append(_figure(f"{words:,} words", _gpt2(size, f"words-{words}", flags), NEEDS))

@@ -12,6 +12,7 @@ from gpu_day.claims import (
     BITSANDBYTES,
     CUDA,
     FLASH_3,
+    FLOAT8,
     LIGER,
     NCCL,
     OWN_MEMORY,
@@ -43,9 +44,10 @@ PACKAGES = {
     LIGER: "liger_kernel",
     BITSANDBYTES: "bitsandbytes",
     FLASH_3: "flash_attn_interface",
+    FLOAT8: "torchao",
     TRL: "trl",
 }
-ON_GPUS_ALONE = {TRITON, LIGER, BITSANDBYTES, FLASH_3}
+ON_GPUS_ALONE = {TRITON, LIGER, BITSANDBYTES, FLASH_3, FLOAT8}
 
 
 def kind_of_machine(*, is_tiny: bool) -> str:

@@ -34,6 +34,7 @@ from memsave_recipes.training.arguments import STEPS_THAT_PAY
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.distributed import on_main_process
 from memsave_recipes.training.launch.start import (
+    describe_8_bits,
     describe_float32,
     refuse_gradients,
     synchronize_batchnorm,
@@ -162,6 +163,7 @@ class Built:
             describe_state_in_shards(args, self.bare),
             describe_lost_updates(args, self.bare),
             describe_warm_up(args, self.batches.steps.stop),
+            describe_8_bits(self.bare, compiles=args.compile != NONE),
             describe_float32(accelerator.device, dtypes, accelerator.mixed_precision),
         ]
 
