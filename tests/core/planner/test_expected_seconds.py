@@ -24,13 +24,21 @@ LLAMA = (
     "--model_type llama --config_overrides hidden_size=1024,intermediate_size=4096,num_hidden_layers=12,"
     f"num_attention_heads=16,num_key_value_heads=16 --global_batch_size 32 --micro_batch_size 8 {ROWS}"
 )
+WORDS = "--model_type gpt2 --config_overrides vocab_size=50257 --block_size 1024 --global_batch_size 64"
+WORDS += " --micro_batch_size 16 --activation_checkpointing budget --loss chunked:8192"
+LLAMA_1B = (
+    "--model_type llama --config_overrides hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256 --block_size 2048 --global_batch_size 64"
+    " --micro_batch_size 4 --activation_checkpointing budget --loss chunked:1024"
+)
 
 
-def planned(flags, card, recipe="language_modeling", precision="bf16"):
+def planned(flags, card, recipe="language_modeling", precision="bf16", gib=80):
     task = read_task(RECIPES / f"{recipe}.py", flags.split())
     launch = Launch(target=find_target(card), mixed_precision=precision)
-    (candidate,) = choose_for_target(task, launch, 80 * GIB).candidates
-    return candidate, speed_of(task, launch, candidate)
+    chosen = choose_for_target(task, launch, int(gib * GIB)).chosen
+    assert chosen is not None
+    return chosen, speed_of(task, launch, chosen)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,23 @@ def test_the_same_launch_with_compiled_layers():
     assert 1000 * candidate.step_s == pytest.approx(126, abs=0.5)
     assert 1000 * speed.bound_s == pytest.approx(79, abs=0.5)
     assert candidate.peak_bytes < 8.5 * GIB
+
+
+@pytest.mark.slow
+@pytest.mark.compiles_ahead
+@pytest.mark.parametrize(
+    ("flags", "card", "gib", "least_pct"),
+    [
+        pytest.param(WORDS, "h100", 80, 36, id="GPT-2 on an H100"),
+        pytest.param(WORDS, "rtx4090", 22.8, 36, id="GPT-2 on a 4090"),
+        pytest.param(LLAMA_1B, "h100", 76, 45, id="Llama on an H100"),
+        pytest.param(f"{LLAMA_1B} --optimizer adamw_8bit", "rtx4090", 22.8, 45, id="Llama on a 4090, 8-bit AdamW"),
+    ],
+)
+def test_a_budget_of_the_whole_card_reaches_a_share_of_its_peak(flags, card, gib, least_pct):
+    candidate, speed = planned(f"{flags} --memory_budget_gib {gib}", card, gib=gib)
+    assert candidate.forecast.plan.compiled
+    assert speed.mfu_pct >= least_pct
 
 
 def test_the_share_of_the_peak_is_what_the_measured_run_had():
