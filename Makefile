@@ -12,8 +12,11 @@ RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml rec
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Python compiles a module when it is first imported: of 21,000 a run needs 4,000.
-INSTALL := python -m pip install --quiet --no-compile
+# Python compiles a module when it is first imported: of 21,000 a run needs 4,000. Twice quiet: without warnings.
+INSTALL := python -m pip install --quiet --quiet --no-compile
+
+# The pip of older Pythons takes a minute longer to choose from long indices.
+VENV_OF = $(PYTHON) -m venv $(@D) && $(@D)/bin/$(INSTALL) --upgrade pip
 
 # torch comes first and by its exact version: what needs torch must not choose another build of it.
 $(VENV)/.installed: CONSTRAINTS := constraints.txt
@@ -23,7 +26,7 @@ $(OLDEST)/.installed: EXTRAS := test
 $(VENV)/.installed: constraints.txt
 $(OLDEST)/.installed: constraints-oldest.txt
 $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(@D)
+	$(VENV_OF)
 	$(@D)/bin/$(INSTALL) $$(grep '^torch==' $(CONSTRAINTS))
 	$(@D)/bin/$(INSTALL) --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@
@@ -31,7 +34,7 @@ $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 # Without constraints: what a user gets today. `make clean` before it, if the environment is old. The last two are of
 # processors that take videos, too.
 $(NEWEST)/.installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(@D)
+	$(VENV_OF)
 	$(@D)/bin/$(INSTALL) --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning,fp8]' \
 		torchvision num2words
 	touch $@
