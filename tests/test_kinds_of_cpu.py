@@ -23,8 +23,6 @@ KINDS = {
     "any-float-math": {"DNNL_DEFAULT_FPMATH_MODE": "ANY"},
     "two-threads": {"OMP_NUM_THREADS": "2"},
 }
-PEAK = "core/costs/test_block_costs.py::test_predicted_peaks_are_those_that_are_measured[bf16-vit]"
-EQUALITY = "core/activations/test_equal_to_plain.py::test_every_strategy_with_every_k[vit-bf16]"
 MUON = "training/test_update_rules.py::test_its_memory_is_predicted"
 RESUMED = [
     f"recipes/test_resume.py::test_{one}" for one in ("killed_and_resumed", "every_recipe[all-text_classification]")
@@ -45,10 +43,6 @@ def run_tests(tests, environment):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-def test_a_sample():
-    run_tests([PEAK, EQUALITY], OLDEST)
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def flags_of(model, data, *more):
     return ["--model_name_or_path", model, "--train_file", data, *SHORT, *more]
 
 
+@pytest.mark.slow
 def test_any_layout_trains_the_same(train, train_on_ranks, model, data, tmp_path):
     """Text-only micro-batches among them, in which no weight of the vision tower has a gradient."""
     flags = flags_of(model, data, *IN_FLOAT64, "--freeze", "none")

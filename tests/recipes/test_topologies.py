@@ -48,6 +48,7 @@ def test_any_geometry_trains_the_same(train: Train, layout: str) -> None:
     assert_same_curve(folder, train(1, *FLAGS))
 
 
+@pytest.mark.slow
 def test_mixed_images_train_the_same(train: Train) -> None:
     """With 5 samples on 2 ranks, one of which has a micro-batch of padding."""
     flags = [*FLAGS, "--augmentation", "randaugment", "mixup", "cutmix", "--global_batch_size", "5"]

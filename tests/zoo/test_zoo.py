@@ -12,8 +12,8 @@ REFUSED = {  # under full, segments:2, selective and budget:bitwise; a refusal b
     "albert: one layer for all": (IDENTICAL, ONE_BLOCK, IDENTICAL, NOT_IN_ORDER),
 }
 SAMPLE = {
-    *("gpt2", "mixtral: mixture of experts", "gemma3: text alone", "albert: one layer for all", "t5"),
-    *("resnet: BatchNorm", "swin: windows", "poolformer: lists of lists"),
+    *("mixtral: mixture of experts", "albert: one layer for all", "t5"),
+    *("resnet: BatchNorm", "poolformer: lists of lists"),
 }
 
 

@@ -75,13 +75,9 @@ def train_step(model_type, strategy, *, lora):
 
 
 FAST = [
-    ("gpt2", True),
     ("llama", False),
-    ("qwen3", False),
     ("gemma3_text", True),
-    ("gpt_neox", False),
     ("bert", True),
-    ("modernbert", False),
 ]
 
 

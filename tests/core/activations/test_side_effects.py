@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from samples import sample
+from samples import every_third, sample
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -693,8 +693,15 @@ class LateBuffer(Queue):
         return 1 + self.first if self._buffers else 1
 
 
-@pytest.mark.parametrize("strategy", ["full", "segments:2", "nested:2", "selective"])
-@pytest.mark.parametrize("kind", [Counter, Seldom, Queue, LateAverage, LateDepth, LateBuffer])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    every_third(
+        product(
+            [Counter, Seldom, Queue, LateAverage, LateDepth, LateBuffer],
+            ["full", "segments:2", "nested:2", "selective"],
+        )
+    ),
+)
 def test_what_begins_late_is_put_back(kind, strategy):
     model, twin = net(kind), net(kind)
     with apply_plan(model, plan_blocks(model, strategy)):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from samples import every_third
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import (
@@ -189,7 +190,8 @@ def results(make, look=lambda model, batch: None):
 
 
 @pytest.mark.parametrize(
-    ("case", "look"), [(case, look) for look in LOOKS for case in (HUGGING_FACE if look == "Trainer" else CASES)]
+    ("case", "look"),
+    every_third((case, look) for look in LOOKS for case in (HUGGING_FACE if look == "Trainer" else CASES)),
 )
 def test_a_model_that_was_looked_at_trains_as_plain(case, look, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -262,6 +262,7 @@ def test_all_ranks_have_the_plan_of_the_first(run_on_ranks, by_size):
         assert one["gradients"] == 0
 
 
+@pytest.mark.slow
 def test_a_trial_step_has_the_gradients_of_earlier_micro_batches(run_on_ranks, by_size):
     budget = by_size["none"][1]
     for one in run_on_ranks(partial(planned, budget_bytes=budget, size=1), 2):

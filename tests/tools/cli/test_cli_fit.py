@@ -137,6 +137,7 @@ def test_more_cards_share_the_micro_batches(llama: str, tmp_path: Path) -> None:
         assert words[words.index("--num_processes") + 1] == str(rung["num_processes"])
 
 
+@pytest.mark.slow
 def test_a_model_that_one_card_has_no_room_for_is_offered_in_shards(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
     word = folder_of({**LLAMA, **sizes}, tmp_path / "wide")  # 25 million weights: 400 MB with gradients and state

@@ -313,6 +313,7 @@ def test_plans_that_offload_and_tiles_are_predicted_in_shards(tmp_path: Path, st
     assert rank["needed_bytes"] < whole["needed_bytes"]
 
 
+@pytest.mark.slow
 def test_below_all_recomputation_a_rank_in_shards_offloads(tmp_path: Path) -> None:
     words = [*SHARDS, *LONG_ROWS, "--shard", "full", "--micro_batch_size", "1"]
     plain = {one["strategy"]: one["needed_bytes"] for one in planned(words, tmp_path)["candidates"]}
@@ -364,9 +365,10 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (
+        pytest.param(
             [*SMALL, "--target", "a100", "--micro_batch_size", "8", "--memory_budget_gib", "0.2"],
             "0.2 is too small for any plan",
+            marks=pytest.mark.slow,
         ),
         ([*SMALL, "--target", "abacus"], "--target abacus: no figures of such a device"),
         ([*SMALL, "--target_memory", "much"], "much: write a size such as 12GiB"),

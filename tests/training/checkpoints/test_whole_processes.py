@@ -72,6 +72,7 @@ def test_one_process_ends_with_the_code_of_the_signal_and_leaves_no_worker(tmp_p
     assert find_newest(tmp_path / "checkpoints").step >= 2
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_process_that_is_killed(tmp_path):
     process = launch(tmp_path)
     process.kill()

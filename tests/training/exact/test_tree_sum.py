@@ -323,7 +323,7 @@ RUNS = {
 }
 
 
-OFTEN = [("adamw", 4), ("single samples", 3), ("muon", 2), ("bfloat16", 2)]
+OFTEN = [("single samples", 3), ("bfloat16", 2)]
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), sample(OFTEN, product(RUNS, RANKS[1:])))
