@@ -1,6 +1,12 @@
 """Limits: the figures of the page. Kernels of a class, bytes, registers and spilled bytes may be fewer."""
 
+import json
+from functools import cache
+from importlib.metadata import version
+from math import inf
+
 from triton_kernels.layers import Row
+from triton_kernels.page import RESULTS
 
 ROOM = 1.02
 """What bytes and registers may be above those of the page: another version of torch cuts sums elsewhere."""
@@ -31,10 +37,18 @@ def check_kernels(found: Row, limit: Row, name: str) -> None:
     assert found["library_calls"] <= limit["library_calls"], f"{name}: {found['library_calls']} calls of libraries"
 
 
+@cache
+def is_triton_of_page() -> bool:
+    """Whether registers can be compared: another version of Triton allots them by other rules."""
+    of_page = json.loads(RESULTS.read_text(encoding="utf-8"))["versions"]["triton"]
+    return version("triton").partition("+")[0] == of_page
+
+
 def check_code(found: Row, limit: Row) -> None:
     """As ``check_layers``, of machine code."""
     for architecture, classes in found.items():
         for kind, code in classes.items():
             of_limit = limit[architecture][kind]
+            most = ROOM * of_limit["registers"] if is_triton_of_page() else inf
             assert code["spilled_bytes"] <= of_limit["spilled_bytes"], f"{kind} spills on {architecture}: {code}"
-            assert code["registers"] <= ROOM * of_limit["registers"], f"{kind} on {architecture}: {code}, {of_limit}"
+            assert code["registers"] <= most, f"{kind} on {architecture}: {code}, {of_limit}"
