@@ -163,7 +163,7 @@ class Built:
             describe_state_in_shards(args, self.bare),
             describe_lost_updates(args, self.bare),
             describe_warm_up(args, self.batches.steps.stop),
-            describe_8_bits(self.bare, compiles=args.compile != NONE),
+            describe_8_bits(self.bare, accelerator.mixed_precision, compiles=args.compile != NONE),
             describe_float32(accelerator.device, dtypes, accelerator.mixed_precision),
         ]
 

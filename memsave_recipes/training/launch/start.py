@@ -8,7 +8,6 @@ Notes: ``docs/design/training.md``.
 """
 
 import atexit
-import logging
 import os
 import platform
 import shutil
@@ -241,8 +240,6 @@ def _of_8_bits(kwargs: dict[str, Any]) -> list[KwargsHandler]:
             f"--mixed_precision fp8 with the backend {backend}: plans go around torchao's layers alone: pip install "
             "'memsave-recipes[fp8]', and launch with `--fp8_backend ao`"
         )
-    for name in ("torchao", "torch.utils._pytree"):  # they warn of kernels and names that no such layer needs
-        logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.float8 import Float8LinearConfig  # optional
 
     has_products = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -256,11 +253,15 @@ def takes_8_bits(layer: nn.Module, _: str) -> bool:
     return min(sizes) >= WIDTH_OF_8_BITS and not any(size % MULTIPLE_OF_8_BITS for size in sizes)
 
 
-def describe_8_bits(model: nn.Module, *, compiles: bool) -> str | None:
-    """A line on the layers that multiply in float8; ``None`` where no layer is torchao's."""
+def describe_8_bits(model: nn.Module, mixed_precision: str, *, compiles: bool) -> str | None:
+    """A line on the layers that multiply in float8; ``None`` where none was asked for."""
+    if mixed_precision != "fp8":
+        return None
     num_layers = sum(type(layer).__name__ == "Float8Linear" for layer in model.modules())
+    if not num_layers:
+        return f"fp8: no linear layer has {WIDTH_OF_8_BITS:,} inputs and outputs, so all multiply in bfloat16"
     gain = "" if compiles else "; they gain time in compiled layers alone"
-    return f"fp8: {num_layers} linear layers multiply in float8{gain}" if num_layers else None
+    return f"fp8: {num_layers} linear layers multiply in float8{gain}"
 
 
 def _meet_again(_: str, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:

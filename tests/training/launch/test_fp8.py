@@ -61,9 +61,14 @@ def test_prepare_puts_torchaos_layers_there(monkeypatch):
     prepared = Accelerator().prepare(model)
     assert [type(layer).__name__ for layer in prepared] == ["Float8Linear", "Linear"]
     assert [id(weight) for weight in prepared.parameters()] == weights
-    assert describe_8_bits(prepared, compiles=True) == "fp8: 1 linear layers multiply in float8"
-    assert "in compiled layers alone" in describe_8_bits(prepared, compiles=False)
-    assert describe_8_bits(nn.Linear(2, 2), compiles=True) is None
+    assert describe_8_bits(prepared, "fp8", compiles=True) == "fp8: 1 linear layers multiply in float8"
+    assert "in compiled layers alone" in describe_8_bits(prepared, "fp8", compiles=False)
+
+
+def test_a_run_without_wide_layers_is_told():
+    line = "fp8: no linear layer has 2,048 inputs and outputs, so all multiply in bfloat16"
+    assert describe_8_bits(nn.Linear(2, 2), "fp8", compiles=True) == line
+    assert describe_8_bits(nn.Linear(2, 2), "bf16", compiles=True) is None
 
 
 @needs_torchao
