@@ -111,7 +111,8 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 	$(PYTEST) -m slow tests/recipes/test_sequence_parallel_launched.py -k devices
-	$(PYTEST) -m slow tests/standin/test_stand_in.py tests/recipes/test_on_a_stand_in.py tests/benchmarks/test_mfu.py
+	$(PYTEST) -m slow tests/standin/test_stand_in.py tests/test_platforms.py tests/recipes/test_on_a_stand_in.py \
+		tests/benchmarks/test_mfu.py
 
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 16 minutes)

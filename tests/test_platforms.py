@@ -55,6 +55,7 @@ def test_recipes_need_no_float64_on_the_device(on_devices, tmp_path):
         assert not different(*(load_file(run / "final" / "model.safetensors") for run in (one, other)))
 
 
+@pytest.mark.slow
 def test_the_stand_in_refuses_float64_as_apples_gpus_do(on_devices):
     code = "import torch; torch.ones(1, device='cuda').double()"
     done = subprocess.run(
