@@ -43,7 +43,7 @@ ONLY_IN = {
     "lightning": ("integrations/lightning_callback.py",),
     "wandb": ("run/trackers.py", "tools/wandb_workspace.py"),
     "wandb_workspaces": ("tools/wandb_workspace.py",),
-    "torchao": ("training/launch/start.py",),
+    "torchao": ("training/launch/float8.py",),
     "trackio": ("run/trackers.py",),
     "matplotlib": ("tools/pages/plot.py",),
     "jinja2": ("tools/pages/page.py", "run/report.py"),

@@ -3,15 +3,17 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Features, List, Value
+from PIL import Image
 
 from memsave_recipes.core.errors import InputError
 from memsave_recipes.core.text import join_names
-from memsave_recipes.data.digit_grids import DIGIT_GRIDS, digit_grids
 from memsave_recipes.data.fingerprint import digest_of
 from memsave_recipes.data.sources import (
     choose_splits,
@@ -29,6 +31,7 @@ from memsave_recipes.data.text.chat_template import (
 from memsave_recipes.data.text.conversations import (
     CONVERSATION,
     LIST,
+    Message,
     as_row,
     check_replies,
     format_of,
@@ -37,6 +40,7 @@ from memsave_recipes.data.text.conversations import (
     read_conversation,
     without_nulls,
 )
+from memsave_recipes.data.vision.images import read_digits
 from memsave_recipes.models.flags import option
 from memsave_recipes.models.hub import loading_by_name
 
@@ -48,6 +52,9 @@ NOT_IMAGES = ("video", "videos", "audio", "audios")
 VALUES = ("image", "path", "url", "image_url", "base64")  # keys of a part that may hold an image
 STORED = {"bytes": Value("binary"), "path": Value("string")}
 ROW = Features({**CONVERSATION, "images": List(STORED)})
+DIGIT_GRIDS = "digit-grids"
+CELL, MOST_CELLS = 8, 2  # pixels of a scanned digit a side; digits of a grid a side
+NUM_GRIDS = {"train": 8192, "validation": 256}
 
 
 @dataclass(kw_only=True)
@@ -131,9 +138,36 @@ def _of_hub(rows: datasets.Dataset, named: str) -> Iterator[dict[str, Any]]:
 
 
 def _grids(split: str) -> Iterator[dict[str, Any]]:
-    for number, (messages, image) in enumerate(digit_grids(split), start=1):
+    for number, (messages, image) in enumerate(_digit_grids(split), start=1):
         row = {"messages": messages, "images": [{"bytes": image, "path": None}]}
         yield _as_row(row, f"{split} grid {number}", ("messages",), None)
+
+
+def _digit_grids(split: str) -> Iterator[tuple[list[Message], bytes]]:
+    """Yield conversations about scanned digits, with the PNG of the image that their first message begins with.
+
+    A grid has one or two rows and columns, on a black canvas that is always of one size, and the conversation asks for
+    each of its digits. A row is drawn from its number alone; the digits of the splits are different scans.
+    """
+    digits = read_digits()[split]
+    scans, classes = [np.asarray(image.convert("L")) for image in digits["image"]], digits["label"][:]
+    for number in range(NUM_GRIDS[split]):
+        random = np.random.default_rng((number, len(digits)))
+        shape = random.integers(1, MOST_CELLS, size=2, endpoint=True)
+        chosen = random.integers(len(scans), size=shape)
+        canvas = np.zeros((MOST_CELLS * CELL, MOST_CELLS * CELL), dtype=np.uint8)
+        messages: list[Message] = []
+        for place in random.permutation(chosen.size):
+            row, column = divmod(int(place), int(shape[1]))
+            canvas[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = scans[chosen[row, column]]
+            question = f"Which digit is in row {row + 1}, column {column + 1}?"
+            messages += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": str(classes[chosen[row, column]])},
+            ]
+        file = BytesIO()
+        Image.fromarray(canvas).save(file, "PNG")
+        yield messages, file.getvalue()
 
 
 def _as_row(row: dict[str, Any], place: str, keys: tuple[str, ...], folder: Path | None) -> dict[str, Any]:

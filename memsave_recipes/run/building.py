@@ -33,8 +33,8 @@ from memsave_recipes.tools.fit.advice import reduction_line
 from memsave_recipes.training.arguments import STEPS_THAT_PAY
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch.distributed import on_main_process
+from memsave_recipes.training.launch.float8 import FLOAT8, measured_ratios, settle_float8
 from memsave_recipes.training.launch.start import (
-    describe_8_bits,
     describe_float32,
     refuse_gradients,
     synchronize_batchnorm,
@@ -92,6 +92,8 @@ class Built:
             unused = self._unused_weights()
             refuse_gradients(unused)
             leave_to_this_rank(self.trained, unused)
+        if accelerator.mixed_precision == FLOAT8:
+            self._settle_float8()
         self._host = host_of(accelerator, self.task, self.bare, batches.layout)
 
     def choose_plan(self, model: nn.Module, optimizer: Optimizer) -> Plan:
@@ -151,10 +153,29 @@ class Built:
         accelerator.print(groups.describe())
 
     def _unused_weights(self) -> dict[str, nn.Parameter]:
-        accelerator, trained = self.run.accelerator, self.trained
+        with preserve_state(self.trained, self.run.accelerator.device):
+            return unused_weights(self.trained, self._largest_forward())
+
+    def _largest_forward(self) -> Callable[[], Tensor]:
+        """Return that of a step, before Accelerate has prepared the model."""
         make_batch = self.batches.largest_forward(self.batches.layout)
-        with preserve_state(trained, accelerator.device), accelerator.autocast():
-            return unused_weights(trained, lambda: self.task.loss_of(trained, make_batch()))
+
+        def forward() -> Tensor:
+            with self.run.accelerator.autocast():
+                return self.task.loss_of(self.trained, make_batch())
+
+        return forward
+
+    def _settle_float8(self) -> None:
+        """Multiply in float8 where that is faster on the first rank, or as the run did that is resumed."""
+        run, accelerator, earlier = self.run, self.run.accelerator, self.run.earlier or {}
+        compiles = run.args.may_compile_on(accelerator.device)
+        ratios = earlier.get("float8_ratios")
+        if not earlier and self.batches.num_steps:
+            with preserve_state(self.trained, accelerator.device):
+                ratios = measured_ratios(accelerator, self.trained, self._largest_forward(), compiles=compiles)
+        run.flags["float8_ratios"] = ratios
+        accelerator.print(settle_float8(accelerator, self.trained, ratios, compiles=compiles))
 
     def _notices(self) -> list[str | None]:
         accelerator, args = self.run.accelerator, self.run.args
@@ -163,7 +184,6 @@ class Built:
             describe_state_in_shards(args, self.bare),
             describe_lost_updates(args, self.bare),
             describe_warm_up(args, self.batches.steps.stop),
-            describe_8_bits(self.bare, accelerator.mixed_precision, compiles=args.compile != NONE),
             describe_float32(accelerator.device, dtypes, accelerator.mixed_precision),
         ]
 

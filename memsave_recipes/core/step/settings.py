@@ -118,6 +118,11 @@ class StepSettings:
         """Return whether layers compute compiled on such a device."""
         return self.compile == REGIONS or (self.compile == AUTO and device.type == "cuda" and self.pays_to_compile)
 
+    def may_compile_on(self, device: torch.device) -> bool:
+        """Return whether layers compute compiled there, or may by a plan."""
+        strategy = self.activation_checkpointing or ""
+        return self.compiles_on(device) or strategy == "budget" or strategy.startswith("compiled")
+
     @property
     def searches(self) -> bool:
         """Whether a micro-batch or a plan is to be found for a budget."""

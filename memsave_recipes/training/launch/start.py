@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ import torch
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
-    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -57,9 +55,9 @@ from memsave_recipes.core.host.masters import reduce_in_float32
 from memsave_recipes.core.sharding import is_sharded
 from memsave_recipes.models.what_trains import leaves_of
 from memsave_recipes.training.arguments import BFLOAT16_MASTER, Dtype
+from memsave_recipes.training.launch.float8 import FLOAT8, float8_recipe
 from memsave_recipes.training.launch.processes import end_with_launcher, is_restarted, launch_arguments
 
-WIDTH_OF_8_BITS, MULTIPLE_OF_8_BITS = 2048, 16  # of both sides of a layer's weight
 LIMIT_S = 30 * 60.0
 """How long ranks wait for one another, and a stop by a signal for the end of the step."""
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
@@ -218,50 +216,14 @@ def _check_cpu_precision(kwargs: dict[str, Any]) -> None:
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
 
 
-def _handlers(timeout: timedelta) -> list[KwargsHandler]:
+def _handlers(kwargs: dict[str, Any]) -> list[KwargsHandler]:
+    timeout = timedelta(seconds=LIMIT_S + GROUP_TIMEOUT_MARGIN_S)
     return [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         AutocastKwargs(cache_enabled=False),
         InitProcessGroupKwargs(timeout=timeout, init_method=f"{RESTARTED}://" if is_restarted() else None),
+        *([float8_recipe()] if _asked_precision(kwargs) == FLOAT8 else []),
     ]
-
-
-def _of_8_bits(kwargs: dict[str, Any]) -> list[KwargsHandler]:
-    """Have Accelerate's ``prepare`` put torchao's layers in the place of those that ``takes_8_bits`` names, under fp8.
-
-    Each product scales its factors as a whole to float8 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-    A device without such products computes what they would give, slowly.
-    """
-    if _asked_precision(kwargs) != "fp8":
-        return []
-    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "AO").upper()
-    if backend != "AO" or find_spec("torchao") is None:
-        raise InputError(
-            f"--mixed_precision fp8 with the backend {backend}: plans go around torchao's layers alone: pip install "
-            "'memsave-recipes[fp8]', and launch with `--fp8_backend ao`"
-        )
-    from torchao.float8 import Float8LinearConfig  # optional
-
-    has_products = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    config = Float8LinearConfig(emulate=not has_products)
-    return [AORecipeKwargs(config=config, module_filter_func=takes_8_bits)]
-
-
-def takes_8_bits(layer: nn.Module, _: str) -> bool:
-    """Whether a linear layer is wide enough for its products to gain more in float8 than its casts cost."""
-    sizes = layer.weight.shape if type(layer) is nn.Linear else (0,)
-    return min(sizes) >= WIDTH_OF_8_BITS and not any(size % MULTIPLE_OF_8_BITS for size in sizes)
-
-
-def describe_8_bits(model: nn.Module, mixed_precision: str, *, compiles: bool) -> str | None:
-    """A line on the layers that multiply in float8; ``None`` where none was asked for."""
-    if mixed_precision != "fp8":
-        return None
-    num_layers = sum(type(layer).__name__ == "Float8Linear" for layer in model.modules())
-    if not num_layers:
-        return f"fp8: no linear layer has {WIDTH_OF_8_BITS:,} inputs and outputs, so all multiply in bfloat16"
-    gain = "" if compiles else "; they gain time in compiled layers alone"
-    return f"fp8: {num_layers} linear layers multiply in float8{gain}"
 
 
 def _meet_again(_: str, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
@@ -307,7 +269,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore] 
         super().__init__(
             cpu=on_cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            kwargs_handlers=[*_handlers(timedelta(seconds=LIMIT_S + GROUP_TIMEOUT_MARGIN_S)), *_of_8_bits(kwargs)],
+            kwargs_handlers=_handlers(kwargs),
             **kwargs,
         )
         if self.num_processes < world.world_size:
