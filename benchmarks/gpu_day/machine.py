@@ -35,7 +35,7 @@ LLAMA += ",vocab_size={4}"
 GPT2 = "--model_type gpt2"
 LLAMA_1B = (
     "--model_type llama --config_overrides hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,"
-    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256,tie_word_embeddings=true"
 )
 FEW_STEPS = "--max_steps 12 --logging_steps 4"
 ROWS = "--block_size {} --global_batch_size {} --micro_batch_size {}"
