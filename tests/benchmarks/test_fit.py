@@ -19,7 +19,7 @@ NUM_PARAMETERS = {  # by the model's page, in millions
     "ViT-L-16-384": 304,
     "ConvNeXt-L": 198,
     "VGG16": 134,
-    "DenseNet-201": 18,
+    "DenseNet-201": 18.1,
 }
 FAST = "VGG16"
 
