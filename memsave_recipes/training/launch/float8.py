@@ -1,9 +1,8 @@
 """Linear layers that multiply in float8, by torchao, where a run measures that this is faster.
 
 Each product scales its factors as a whole to float8 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). The
-casts to it take time that wide layers gain back, on many tokens and in a compiled layer alone. So a run times a layer
-of each shape before training, in float8 and in bfloat16. ``config.json`` keeps the ratios, by which a resumed run takes
-the same layers.
+casts to it take time, which not every layer gains back. So a run times a layer of each shape before training, in float8
+and in bfloat16. ``config.json`` keeps the ratios, by which a resumed run takes the same layers.
 """
 
 import os
@@ -35,7 +34,7 @@ Ratios = Mapping[str, float]
 def float8_recipe() -> AORecipeKwargs:
     """Have Accelerate's ``prepare`` put torchao's layers in the place of all wide ones; ``settle_float8`` drops some.
 
-    A device without products in float8 computes what they would give, slowly.
+    A device without products in float8 computes what they would give.
 
     Raises:
         InputError: the launch names another backend, or torchao is not installed.
@@ -53,7 +52,7 @@ def float8_recipe() -> AORecipeKwargs:
 
 
 def is_wide(layer: nn.Module, _: str = "") -> bool:
-    """Return whether a linear layer is wide enough for its products to gain more in float8 than its casts cost."""
+    """Return whether a linear layer is wide enough to be timed in float8, and has sizes that its products take."""
     sizes = layer.weight.shape if type(layer) is nn.Linear else (0,)
     return min(sizes) >= MIN_WIDTH and not any(size % MULTIPLE for size in sizes)
 

@@ -30,7 +30,7 @@ FASTER, SLOWER = (1.0, 2.0), (2.0, 1.0)
 
 
 def takes(monkeypatch, *seconds):
-    """As on a device on which layers take so long, shape by shape; on a CPU float8 is emulated, and slower."""
+    """As on a device on which layers take so long, shape by shape; a CPU emulates float8, at any speed."""
     of_steps = cycle(chain.from_iterable(seconds))
 
     def seconds_of(step):
